@@ -8,7 +8,7 @@
 # Its marker says which clone made it and, once it is whole, of what. All paths
 # in it are relative. Nothing is removed that no mark of ours names.
 set -euo pipefail
-unset CDPATH PYTHONHOME
+unset CDPATH PYTHONHOME TAR_OPTIONS
 # shellcheck disable=SC2046 # several names
 unset $(git rev-parse --local-env-vars 2>/dev/null)
 marker=workshop-base
@@ -43,7 +43,7 @@ base() { # Python's version, and whether it sees the site's packages
 }
 age() { # of this clone's commit, not of a repository around it
     [ ! "$(git rev-parse --show-toplevel 2>/dev/null)" -ef . ] ||
-        git log -1 --format=%ct 2>/dev/null || true
+        git log -1 --no-show-signature --format=%ct 2>/dev/null || true
 }
 
 must_change() { # whether the environment has to be changed, and may be
@@ -116,6 +116,72 @@ for name, *others in (words.split("=") for words in sys.argv[1:]):
         timeout=UV_HTTP_TIMEOUT retries=UV_HTTP_RETRIES keyring-provider
 }
 
+# The same of uv's settings, where pip has none: of the user's and the system's
+# file, or the one that UV_CONFIG_FILE names. Those of the folders above this
+# clone belong to somebody else's project.
+# shellcheck disable=SC2016 # Python's
+uv_settings() {
+    "$venv/bin/python" -c '
+import os, shlex
+try:
+    import tomllib
+except ImportError:
+    from pip._vendor import tomli as tomllib
+config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+system = os.environ.get("XDG_CONFIG_DIRS") or "/etc/xdg"
+folders = [config, *system.split(":"), "/etc"]
+files = [os.path.join(folder, "uv/uv.toml") for folder in folders]
+if os.environ.get("UV_NO_CONFIG", "0") not in ("", "0", "false"):
+    files = []
+if os.environ.get("UV_CONFIG_FILE"):
+    files = [os.environ["UV_CONFIG_FILE"]]
+found = {}
+for name in files:  # the first one that says something wins
+    try:
+        with open(name, "rb") as file:
+            top = tomllib.load(file)
+    except (OSError, ValueError):
+        continue
+    merged = {**top.get("pip", {}), **top}
+    extra = list(merged.get("extra-index-url", []))
+    for index in merged.get("index", []):
+        if index.get("default"):
+            found.setdefault("UV_DEFAULT_INDEX", index["url"])
+        elif not index.get("explicit"):
+            extra.append(index["url"])
+    values = {
+        "UV_DEFAULT_INDEX": merged.get("index-url", ""),
+        "UV_INDEX": " ".join(extra),
+        "UV_FIND_LINKS": ",".join(merged.get("find-links", [])),
+        "UV_INSECURE_HOST": " ".join(merged.get("allow-insecure-host", [])),
+        "UV_KEYRING_PROVIDER": merged.get("keyring-provider", ""),
+        "UV_NATIVE_TLS": str(merged.get("native-tls", "")).lower(),
+        "PIP_NO_INDEX": "1" if merged.get("no-index") else ""}
+    for variable, value in values.items():
+        if value:
+            found.setdefault(variable, value)
+older = {"UV_DEFAULT_INDEX": "UV_INDEX_URL", "UV_INDEX": "UV_EXTRA_INDEX_URL"}
+for variable, value in found.items():
+    if not {variable, older.get(variable)} & {*os.environ}:
+        print(f"export {variable}={shlex.quote(value)}")'
+}
+
+# Of uv's variables, those of where packages come from stay: others would put
+# them elsewhere, leave some out, or link them from a cache that is removed.
+keep_uv_variables() {
+    local name
+    for name in "${!UV_@}"; do
+        case $name in
+        UV_*INDEX* | UV_FIND_LINKS | UV_CONSTRAINT | UV_TORCH_BACKEND) ;;
+        UV_INSECURE_HOST | UV_NATIVE_TLS | UV_SYSTEM_CERTS | UV_OFFLINE) ;;
+        UV_HTTP_* | UV_REQUEST_TIMEOUT | UV_CONCURRENT_*) ;;
+        UV_KEYRING_PROVIDER | UV_CREDENTIALS_DIR | UV_CACHE_DIR) ;;
+        *) unset "$name" ;;
+        esac
+    done
+    export UV_NO_CONFIG=1 UV_NO_SOURCES=1
+}
+
 run() { # show an installer's progress or, in one line, why it failed
     local log why advice='is there a network? name a mirror in site.sh'
     log=$(mktemp "${TMPDIR:-/tmp}/workshop-XXXXXX")
@@ -161,6 +227,9 @@ fill() { # what another attempt has left is completed
         fail "pip cannot read its settings: see pip config list"
     unset "${!PIP_@}"
     eval "$made"
+    made=$(uv_settings) || fail "uv's settings cannot be read: see uv.toml"
+    keep_uv_variables
+    eval "$made"
     # on the same disk, it is linked from there; no home's quota is filled
     export UV_CACHE_DIR=${UV_CACHE_DIR:-$venv/$cache} PIP_CONFIG_FILE=/dev/null
     export UV_INDEX_STRATEGY=unsafe-best-match PYTHONNOUSERSITE=1 # as pip
@@ -205,7 +274,9 @@ if importlib.util.find_spec("torch"): import torch' 2>&1) ||
 # the kernel: a lesson that was only run and saved is no difference to it.
 filter_notebooks() {
     local filter kernel=metadata.language_info
-    filter="$(printf %q "$venv/bin/nbstripout") --keep-id --extra-keys '$(echo \
+    # nbstripout would take more keys from a user's settings of git
+    filter="GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 $(printf %q \
+        "$venv/bin/nbstripout") --keep-id --extra-keys '$(echo \
         $kernel.{codemirror_mode,file_extension,mimetype} \
         $kernel.{nbconvert_exporter,pygments_lexer,version})'"
     if [ -x "$venv/bin/nbstripout" ] &&

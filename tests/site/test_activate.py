@@ -244,6 +244,75 @@ def test_packages_come_from_where_pip_has_them(set_up, tmp_path, index):
     assert {*os.listdir(elsewhere)} == {"module", "pip.conf"}
 
 
+UV_ELSEWHERE = """\
+{head}
+target = "{elsewhere}/target"
+no-deps = true
+link-mode = "symlink"
+exclude-newer = "2001-01-01"
+"""
+
+
+@pytest.mark.parametrize("place", ["above", "workspace", "user", "variable",
+                                   "variables"])
+def test_no_setting_of_uv_puts_packages_elsewhere(set_up, tmp_path, place):
+    """Of a project above the clone, of the user, or of a variable."""
+    repo, venv = set_up(tmp_path / "projects")
+    elsewhere, home = tmp_path / "elsewhere", tmp_path / "home"
+    text = UV_ELSEWHERE.format(head="[pip]", elsewhere=elsewhere)
+    (home / ".config" / "uv").mkdir(parents=True)
+    changes = {"HOME": str(home)}
+    if place == "above":
+        (repo.parent / "uv.toml").write_text(text)
+    elif place == "workspace":
+        head = ('[tool.uv.workspace]\nmembers = ["*"]\n[tool.uv.sources]\n'
+                f'three = {{ path = "{elsewhere}" }}\n[tool.uv.pip]')
+        (repo.parent / "pyproject.toml").write_text(UV_ELSEWHERE.format(
+            head=head, elsewhere=elsewhere))
+    elif place == "user":
+        (home / ".config" / "uv" / "uv.toml").write_text(text)
+    elif place == "variable":
+        (home / "uv.toml").write_text(text)
+        changes["UV_CONFIG_FILE"] = str(home / "uv.toml")
+    else:
+        changes |= {"UV_LINK_MODE": "symlink", "UV_REQUIRE_HASHES": "1",
+                    "UV_OVERRIDE": "/nowhere", "UV_NO_EDITABLE": "1",
+                    "UV_EXCLUDE_NEWER": "2001-01-01", "UV_WORKING_DIR": "/"}
+    needing(repo, "one", "three")
+    assert works(repo, PACKAGES, **changes).endswith(f"{repo}\n")
+    assert imports(venv, "one", "two", "three") and not elsewhere.exists()
+    site, = venv.glob("lib/python*/site-packages")
+    assert not (site / "three.py").is_symlink()
+
+
+@pytest.mark.parametrize("place", ["user", "variable", "UV_DEFAULT_INDEX",
+                                   "UV_INDEX_URL", "UV_FIND_LINKS"])
+def test_packages_come_from_where_uv_has_them(set_up, tmp_path, index, place):
+    """A mirror or a folder that a user or a site has chosen on purpose."""
+    (repo, venv), home = set_up(tmp_path), tmp_path / "home"
+    (tmp_path / "index/four").mkdir(parents=True)
+    wheel(tmp_path / "index/four", "four", {"four.py": ""})
+    needing(repo, "four")
+    (home / ".config" / "uv").mkdir(parents=True)
+    own = home / ".config" / "uv" / "uv.toml"
+    own.write_text(f'[[index]]\nurl = "{index[0]}"\ndefault = true\n'
+                   f'[pip]\nfind-links = ["{(repo / "wheels").as_uri()}"]\n')
+    changes = {"HOME": str(home), "PIP_NO_INDEX": "", "PIP_FIND_LINKS": ""}
+    if place == "variable":
+        changes["UV_CONFIG_FILE"] = str(own.rename(home / "site.toml"))
+    elif place == "UV_FIND_LINKS":
+        own.unlink()
+        changes |= {"PIP_NO_INDEX": "1", "UV_FIND_LINKS": ",".join(
+            (folder.as_uri() for folder in (repo / "wheels",
+                                            tmp_path / "index/four")))}
+    elif place != "user":
+        own.unlink()
+        changes |= {place: index[0],
+                    "UV_FIND_LINKS": (repo / "wheels").as_uri()}
+    works(repo, PACKAGES, **changes)
+    assert imports(venv, "one", "two", "four")
+
+
 @pytest.mark.parametrize(("settings", "said"), [
     ({"PIP_INDEX_URL": CLOSED}, "Connection refused.*name a mirror"),
     ({"PIP_INDEX_URL": "http://nowhere.invalid"}, "lookup.*name a mirror"),
