@@ -40,7 +40,9 @@
 # --- Package index: a mirror, or another build of PyTorch -------------------
 # uv installs the packages: the site's, or one that pip brings. Of pip's
 # settings, here or in a pip.conf, it is given those that say which packages to
-# take, and from where, but none that puts them elsewhere.
+# take, and from where, but none that puts them elsewhere. The same is true of
+# uv's variables, and of your and the system's uv.toml. A uv.toml or [tool.uv]
+# of a folder above this clone is not read.
 #
 # An NVIDIA driver older than 580 (nvidia-smi names it) needs a build of PyTorch
 # for CUDA 12, from PyTorch's index for it. PyTorch 2.11 has cu126 and cu128,

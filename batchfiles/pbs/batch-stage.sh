@@ -11,6 +11,7 @@
 #PBS -k doe
 #PBS -r n
 
+: "${PBS_O_WORKDIR:?is not set: submit this file with qsub}"
 : "${STAGE:?is not set: name a stage, as in qsub -v STAGE=ddp}"
 source "$PBS_O_WORKDIR/batchfiles/pbs/job.sh" || exit 1
 

@@ -1,25 +1,44 @@
 # What the batch files for PBS share: a job's environment, and how the job goes
-# on after its time limit. They source this file, so `exit` ends the job.
+# on after its time limit. They source this file, so `exit` ends the job. What
+# has to be set before site.sh was read begins with _job: a profile and site.sh
+# have variables, functions and aliases of their own.
 # shellcheck shell=bash disable=SC2034 # they use the variables
 
+# A profile may have changed what the lines below mean.
+set +o posix
+shopt -u nocasematch
+unalias -a
+IFS=$' \t\n'
+
+_job_stage=${STAGE-} _job_text=${FLAGS-} _job_run=${WORKSHOP_RUN-}
+_job_file=$(realpath "${BASH_SOURCE[0]}") _job_active=''
+
+# Load the site's modules and the environment. Jobs install nothing.
+trap 'echo "$PBS_JOBNAME: site.sh calls exit, which ends the job: use return" >&2
+    exit 1' EXIT
+WORKSHOP_INSTALL=no source "${_job_file%/*/*/*}/activate.sh" >/dev/null &&
+    _job_active=yes
+trap - EXIT
+[ "$_job_active" ] || exit 1
+
+# What site.sh may have changed.
+set +o posix
+shopt -u nocasematch
+unalias -a
+IFS=$' \t\n'
+
 fail() {
-    trap - EXIT
     echo "$PBS_JOBNAME: $*" >&2
     exit 1
 }
 
-batchfiles=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
-root=$(dirname "$(dirname "$batchfiles")")
-run=${WORKSHOP_RUN:-$root/runs/${STAGE-}-${PBS_JOBID%%.*}}
-read -ra flags <<<"${FLAGS-}" # of the script: qsub -v FLAGS="--max-steps 100"
+batchfiles=${_job_file%/*}
+root=${batchfiles%/*/*}
+STAGE=$_job_stage
+run=${_job_run:-$root/runs/$STAGE-${PBS_JOBID%%.*}}
+read -ra flags <<<"$_job_text" # of the script: qsub -v FLAGS="--max-steps 100"
 [[ " ${flags[*]}" != *" --run-dir"* ]] || # which signals would not reach
     fail "instead of --run-dir give qsub the run's folder: -v WORKSHOP_RUN=DIR"
-
-# Load the site's modules and the environment. Jobs install nothing.
-trap 'fail "site.sh calls exit, which ends the job: use return"' EXIT
-WORKSHOP_INSTALL=no source "$root/activate.sh" >/dev/null && active=yes
-trap - EXIT
-[ "${active-}" ] || exit 1
 if [ -n "${WORKSHOP_DATA-}" ] && [ ! -d "$WORKSHOP_DATA" ]; then
     fail "WORKSHOP_DATA is $WORKSHOP_DATA, which does not exist: fix site.sh"
 fi
@@ -47,7 +66,9 @@ export TORCH_FR_BUFFER_SIZE=2000 NCCL_DEBUG=${NCCL_DEBUG-WARN}
 # it a few seconds; two minutes before we ask the run to save and end. If it
 # has saved a further step but not the last one, a new job goes on from there.
 train() {
-    local job before after processes end earlier ended=
+    local - job before after processes status end earlier
+    local options again advice ended='' finished=''
+    set +eu
     # qstat breaks long lines, and begins what is left of them with a tab
     job=$(qstat -f "$PBS_JOBID" 2>/dev/null | sed ':a;N;$!ba;s/\n\t//g')
     before=$(progress)
@@ -68,18 +89,22 @@ train() {
         fi
     done
 
-    if python -m workshop progress "$run" >/dev/null; then
-        exit 0
-    fi
+    wait $processes
+    status=$?
+    ! python -m workshop progress "$run" >/dev/null || finished=yes
     after=$(progress)
-    [[ $(begun) != "$earlier" ]] || after=$before # else another job's steps
-    local options # a site's project, queue and limits, as typed for this job
-    read -ra options < <(sed -n 's/^ *Submit_arguments = / /p' <<<"$job" |
-        grep -oE ' -[APlq] *[^ ]+' | tr -d '\n')
-    local again=(qsub "${options[@]}"
+    if [[ $(begun) = "$earlier" ]]; then
+        # nothing has trained: what is saved are another job's steps, and a
+        # run that was finished before says nothing of a command that fails
+        after=$before
+        ((status == 0)) || finished=
+    fi
+    [ -z "$finished" ] || exit 0
+    read_options
+    again=(qsub "${options[@]}"
         -v "WORKSHOP_RUN=$run,STAGE=$STAGE,FLAGS=${flags[*]}"
         "$batchfiles/batch-stage.sh")
-    local advice="go on after $after steps with: cd $root && ${again[*]@Q}"
+    advice="go on after $after steps with: cd ${root@Q} && ${again[*]@Q}"
     if [ -n "$ended" ]; then
         fail "ended by qdel, or by PBS at the time limit; $advice"
     fi
@@ -94,6 +119,28 @@ train() {
     exit 0
 }
 
+# Put into `options` what was typed for this job, such as a site's project,
+# queue and limits. PBS keeps it without quotes: the script's flags, which may
+# look like options, are taken out first.
+read_options() {
+    local arguments words word
+    options=()
+    arguments=$(sed -n 's/^ *Submit_arguments = //p' <<<"$job")
+    read -ra words <<<"${arguments/"FLAGS=$_job_text"/}"
+    while [ "${#words[@]}" -gt 0 ] && [[ ${words[0]} == -* ]]; do
+        word=${words[0]}
+        words=("${words[@]:1}")
+        case $word in
+        -[APqlNWpMmkr]) # the value is the next word
+            options+=("$word" "${words[0]}")
+            words=("${words[@]:1}")
+            ;;
+        -[vJoejSCcau]) words=("${words[@]:1}") ;;
+        -[APqlNWpMmkr]* | -V) options+=("$word") ;;
+        esac
+    done
+}
+
 # What the run's record says as soon as it trains, different for each start. A
 # signal has to wait for it: Python would die of it before.
 begun() { grep -s '"startup": [0-9]' "$run/hyperparameters.json"; }
@@ -102,7 +149,7 @@ begun() { grep -s '"startup": [0-9]' "$run/hyperparameters.json"; }
 progress() {
     local saved
     saved=$(python -m workshop progress "$run")
-    echo "${saved%% *}"
+    [[ ! $saved =~ ([0-9]+)" of "[0-9?]+" steps" ]] || echo "${BASH_REMATCH[1]}"
 }
 
 # When to ask the run to end, in seconds since this shell began, with the job:

@@ -303,8 +303,8 @@ def test_packages_come_from_where_uv_has_them(set_up, tmp_path, index, place):
     elif place == "UV_FIND_LINKS":
         own.unlink()
         changes |= {"PIP_NO_INDEX": "1", "UV_FIND_LINKS": ",".join(
-            (folder.as_uri() for folder in (repo / "wheels",
-                                            tmp_path / "index/four")))}
+            folder.as_uri() for folder in (repo / "wheels",
+                                           tmp_path / "index/four"))}
     elif place != "user":
         own.unlink()
         changes |= {place: index[0],

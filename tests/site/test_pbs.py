@@ -20,7 +20,10 @@ from cluster import COUNTS, clone_course, holding, world
 from conftest import needs, program
 from stages import Result
 
+from backstage.record import RECORD
 from workshop.jobs.mpirun import OPEN_MPI
+from workshop.results.runs import CONFIG
+from workshop.results.runs import COUNTS as COUNTS_OF_A_RUN
 
 FLAGS = "--preset tiny --device cpu --microbatch-size 1"
 TWO = f"{socket.gethostname()}\n" * 2  # ranks on this node
@@ -34,9 +37,9 @@ echo "Job Id: $2
     Resource_List.walltime = 00:00:14
     schedselect = 1:ncpus=32:ngpus=4:mpiprocs=4
     Submit_arguments = -A my-project -qworkq -l walltime=00:00:14,
-	place=scatter -v FLAGS=--preset tiny --device cpu --microbatch-size 1 -
-	-max-steps 100000 -l filesystems=home:eagl
-	e batchfiles/pbs/batch-stage.sh
+	place=scatter -v STAGE=ddp,FLAGS=--preset tiny --device cpu --microbatch
+	-size 1 --prompt -q -l=x --max-steps 100000 -l filesystems=home:eagl
+	e -N mine -W group_list=a -o log batchfiles/pbs/batch-stage.sh
     project = _pbs_project_default
 "
 """
@@ -57,7 +60,7 @@ def clone(tmp_path_factory):
     clone = tmp_path_factory.mktemp("pbs") / "my clone"
     clone_course(clone)
     (clone / "site.sh").write_text(
-        f'WORKSHOP_VENV="{sys.prefix}"\n${{SITE-}}\n')
+        f'WORKSHOP_VENV="{sys.prefix}"\neval "${{SITE-}}"\n')
     return clone
 
 
@@ -94,7 +97,7 @@ def test_it_goes_on_after_its_time_limit(clone, tmp_path):
     for library in Path("/usr/lib").glob("*/libmpich.so.12"):
         (tmp_path / "libmpi.so.12").symlink_to(library)  # docs/launching.md
     submitted, folder = tmp_path / "submitted", tmp_path / "run"
-    flags = f"{FLAGS} --max-steps 100000"
+    flags = f"{FLAGS} --prompt -q -l=x --max-steps 100000"
     with holding(clone / "solutions" / "train_gpt2_ddp.py", SLOW + COUNTS):
         done = run(clone, "ddp", bin=str(tmp_path), FLAGS=flags,
                    SUBMITTED=str(submitted), WORKSHOP_RUN=str(folder),
@@ -106,7 +109,8 @@ def test_it_goes_on_after_its_time_limit(clone, tmp_path):
     *options, option, variables, file = submitted.read_text().splitlines()
     assert options == ["-A", "my-project", "-qworkq", "-l",
                        "walltime=00:00:14,place=scatter", "-l",
-                       "filesystems=home:eagle"]
+                       "filesystems=home:eagle", "-N", "mine", "-W",
+                       "group_list=a"]
     assert option == "-v" and variables == (
         f"WORKSHOP_RUN={folder},STAGE=ddp,FLAGS={flags}")
     assert Path(file) == clone / "batchfiles" / "pbs" / "batch-stage.sh"
@@ -116,6 +120,48 @@ def test_it_goes_on_after_its_time_limit(clone, tmp_path):
         assert job.stdout.count("\nnode None") == 4
     assert "stopped by SIGUSR1" in done.stdout
     assert Result(folder, []).column("step") == list(range(int(steps) + 5))
+
+
+@pytest.mark.whole
+def test_the_printed_command_is_the_same_job(clone, tmp_path):
+    """After qdel: with what qsub was told, in the same run."""
+    for name, text in ("qstat", QSTAT), ("qsub", QSUB), (
+            "mpiexec", "#!/bin/sh\n[ $1 != --version ] || exit 0\n"
+            "kill $PPID; sleep 1; exit 1\n"):
+        program(tmp_path / name, text)
+    flags = f"{FLAGS} --prompt -q -l=x --max-steps 100000"
+    run_folder = tmp_path / "my run"
+    done = run(clone, "ddp", bin=str(tmp_path), FLAGS=flags,
+               WORKSHOP_RUN=str(run_folder))
+    command = done.stderr.rpartition(" with: ")[2]
+    submitted = tmp_path / "submitted"
+    subprocess.run(["bash", "-c", command], check=True, cwd="/", env={
+        **os.environ, "SUBMITTED": str(submitted),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert submitted.read_text().splitlines() == [
+        "-A", "my-project", "-qworkq", "-l",
+        "walltime=00:00:14,place=scatter", "-l", "filesystems=home:eagle",
+        "-N", "mine", "-W", "group_list=a", "-v",
+        f"WORKSHOP_RUN={run_folder},STAGE=ddp,FLAGS={flags}",
+        str(clone / "batchfiles" / "pbs" / "batch-stage.sh")]
+
+
+@pytest.mark.whole
+def test_a_command_that_fails_in_a_finished_run(clone, tmp_path):
+    """The job fails; that the run was finished before is no success."""
+    program(tmp_path / "mpiexec", '#!/bin/sh\nexit "$STATUS"\n')
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "step_00000003.pt").touch()
+    ones = dict.fromkeys((*CONFIG, *COUNTS_OF_A_RUN), 1)
+    (folder / RECORD).write_text(json.dumps({
+        "stage": "ddp", "device": "cpu", "max_steps": 3, "config": ones,
+        "world_size": 1, "nodes": 1, "startup": 1.5,
+        "hyperparameters": ones | {"preset": "", "data": ""}}))
+    for status in 0, 1:
+        done = run(clone, "ddp", bin=str(tmp_path), STATUS=str(status),
+                   WORKSHOP_RUN=str(folder))
+        assert done.returncode == status, done
 
 
 # What PBS and an MPI that it knows would do on two nodes, by MPICH and SLURM
@@ -184,11 +230,15 @@ def test_the_doctor_as_a_job(clone, tmp_path):
 @pytest.mark.parametrize(("variables", "words"), [
     ({"nodes": "nowhere.invalid\n"}, "names nowhere.invalid, which is no "),
     ({"PBS_NODEFILE": "/nowhere"}, "submit it with qsub"),
+    ({"PBS_O_WORKDIR": ""}, "submit this file with qsub"),
     ({"PBS_O_WORKDIR": "/nowhere"}, "/nowhere/batchfiles/pbs/job.sh"),
     ({"stage": ""}, "name a stage, as in qsub -v STAGE=ddp"),
     ({"WORKSHOP_DATA": "/nowhere"}, "fix site.sh"),
     ({"SITE": "exit"}, "site.sh calls exit, which ends the job: use return"),
     ({"SITE": "false"}, "a command in"),
+    ({"SITE": "run=/nowhere root=/nowhere flags=(x) batchfiles=/nowhere\n"
+      "STAGE=tp; fail() { :; }; train() { :; }; IFS=:", "mpiexec": "exit 1"},
+     "stopped and not continued: no further step was saved"),
     ({"FLAGS": "--run-dir mine"}, "run's folder: -v WORKSHOP_RUN=DIR"),
     ({"WORKSHOP_RUN": "/nowhere", "mpiexec": "exit 1"},
      "stopped and not continued: no further step was saved"),

@@ -4,6 +4,7 @@ The CPU and gloo stand in for the GPUs. How else jobs end: test_slurm_ends.py.
 """
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -160,6 +161,129 @@ def test_a_site_that_is_wrong(slurm, line, reason):
     assert not (slurm.repo / "runs" / f"ddp-1n1g-{job}").exists()
 
 
+# What a site or a user may have, and what is no business of a job's.
+PROFILE = """\
+set -euo pipefail
+set -o noclobber
+shopt -s expand_aliases nocasematch
+alias srun='srun --label' grep='grep --color=always'
+IFS=: run=/nowhere job=77
+echo Welcome
+"""
+NAMES = """\
+run=/nowhere job=77 flags=(--seed 5) gpus=9 tasks=7 element=_9 before=9
+export processes=3 cores=2 after=9
+fail() { :; }; train() { :; }; stage() { :; }; end_job() { :; }
+shopt -s expand_aliases nocasematch
+alias srun='srun --label'
+IFS=:
+"""
+NAMED = "../../x JobState=FAILED Reason=no Restarts=7 Requeue=0 ArrayTaskId=1"
+
+
+def test_what_others_print_and_set(slurm, tmp_path):
+    """A job reads its own lines alone, and has names of its own."""
+    (tmp_path / ".bash_profile").write_text(PROFILE)
+    noisy = tmp_path / "noisy"
+    noisy.write_text("printf Welcome\n")
+    prolog = program(tmp_path / "prolog", "#!/bin/sh\necho print Welcome\n")
+    names = tmp_path / "names"
+    names.write_text(NAMES)
+    ways = (  # variables of sbatch, its options, a line in site.sh
+        ({"BASH_ENV": str(noisy)}, [], ""),
+        ({"HOME": str(tmp_path), "POSIXLY_CORRECT": "1"}, [], ""),
+        ({}, [], f"export SLURM_TASK_PROLOG='{prolog}' SLURM_LABELIO=1"),
+        ({}, [], f". '{names}'"),
+        ({}, [f"--job-name={NAMED}"], ""))
+    for variables, options, line in ways:
+        with slurm.counting("ddp"), site(slurm, line):
+            job = slurm.submit("ddp-2n1g", "--max-steps", 2, "--prompt", "a b",
+                               options=["--cpus-per-gpu=1", *options],
+                               **variables)
+            end = slurm.wait(job)
+        log = slurm.log(job)
+        assert end["JobState"] == "COMPLETED", log
+        name, = (file.name for file in (slurm.repo / "runs").iterdir()
+                 if file.name.endswith(f"-{job}"))
+        assert name.startswith("_._.._x JobState" if options else "ddp-2n1g-")
+        assert world(slurm.repo / "runs" / name) == (2, 2)
+        assert re.search(f" {job}: 2 x 1 GPUs, on ", log)
+        assert "--max-steps 2 --prompt a\\ b\n" in log
+
+
+def test_nodes_that_do_not_answer(slurm, tmp_path):
+    """A job says what they have printed in place of an answer."""
+    own = program(tmp_path / "bash", "#!/bin/sh\necho Welcome\n")
+    with site(slurm, f"PATH={own.parent}:$PATH"):
+        job = slurm.submit("ddp-2n1g")
+        assert slurm.wait(job)["JobState"] == "FAILED"
+    assert re.fullmatch("ddp-2n1g: 0 of 2 nodes have said .*; srun printed: "
+                        "Welcome\n", slurm.log(job))
+
+
+@pytest.mark.parametrize("name", [
+    name for name in batch_files() if not re.search("-.n[12]g|-1n", name)])
+def test_bash_instead_of_sbatch(slurm, name):
+    """It says in one line what to type; both commands do what the file does.
+
+    So it does in a shell that is inside another job, such as salloc's.
+    """
+    file = slurm.repo / "batchfiles" / f"batch-{name}.sh"
+    flags = ("--max-steps", "1", "--prompt", "it's $1")
+    said = slurm("bash", file, *flags, check=False)
+    assert said.returncode == 1 and not said.stdout
+    assert said.stderr.count("\n") == 1
+    start = f"{file.name}: this shell is not a SLURM job: "
+    assert said.stderr.startswith(start)
+    submit, _, here = said.stderr[:-1].partition("; or run it here: ")
+    submit = submit.removeprefix(f"{start}submit it: ")
+    job = slurm("bash", "-c", f"cd /; {submit}",
+                SBATCH_PARTITION="closed").stdout.split()[-1]
+    about = slurm("scontrol", "show", "job", job).stdout
+    slurm("scancel", job)
+    assert f"Command={file} {' '.join(flags)}\n" in about
+    text = file.read_text()
+    stage = re.search(r"\(stage (\w+)\)|workshop (doctor)", text)
+    assert bool(stage) == bool(here)
+    if stage:
+        # with what the file itself gives to the script, such as its mesh
+        own = re.findall(r" (--\w+-parallel) (\d)", text)
+        given = [word for pair in own for word in pair]
+        if '"$@"' in text:
+            given += flags
+        words = shlex.split(here)[1:]
+        assert words == ["-m", "workshop", "launch", stage[1] or stage[2],
+                         *["--"] * bool(given), *given]
+        dry = slurm("bash", "-c", here.replace("launch", "launch --dry-run"),
+                    PYTHONPATH=str(slurm.repo)).stdout
+        assert dry.endswith(f"{shlex.join(given)}\n"), dry
+
+
+def test_bash_inside_another_job(slurm):
+    """salloc's shell, a rank of srun, and a portal's terminal are no batch
+    job: nothing trains, or requeues the other job.
+    """
+    needs("script")
+    file = slurm.repo / "batchfiles" / "batch-std.sh"
+    typed = f"bash '{file}' --max-steps 1"
+    said = [slurm(*start, "bash", file, "--max-steps", 1, check=False).stderr
+            for start in (("salloc", "--gpus=1"), ("srun", "--gpus=1"))]
+    job = slurm("sbatch", "--parsable", "--output=%j.log", "--gpus=1",
+                "--wrap", f'script -qec "{typed}" /dev/null </dev/null'
+                ).stdout.strip()
+    assert slurm.wait(job)["JobState"] == "FAILED"
+    for text in *said, slurm.log(job):
+        assert len(re.findall(
+            r"^batch-std.sh: this shell is inside another job, \d+: submit it:"
+            r" sbatch .* --max-steps 1; or run it here: python -m workshop "
+            r"launch std -- --max-steps 1\r?$", text, re.M)) == 1, text
+    # a job that is the batch file's, by another way
+    with slurm.counting("std"):
+        job = slurm("sbatch", "--parsable", "--output=%j.log",
+                    "--gpus-per-node=1", "--wrap", typed).stdout.strip()
+        assert slurm.wait(job)["JobState"] == "COMPLETED", slurm.log(job)
+
+
 def test_a_cell_submits_without_activate(slurm):
     """As in a portal's kernel: flags for the script, options for sbatch."""
     cell = ("from workshop.notebook.cells import submit; print(submit("
@@ -298,6 +422,16 @@ sys.exit("another process trains in this run")
         end = slurm.wait(job)
     assert end["JobState"] == "FAILED" and end["Restarts"] == "0"
     assert "no further step was saved, see above" in slurm.log(job)
+
+
+def test_a_command_that_fails_in_a_finished_run(slurm):
+    """The job fails; that the run was finished before is no success."""
+    folder = str(slurm.repo / "runs" / "finished")
+    with slurm.counting("std"):
+        states = [slurm.wait(slurm.submit(
+            "std", "--max-steps", steps, options=["--cpus-per-gpu=1"],
+            WORKSHOP_RUN=folder))["JobState"] for steps in (2, 0, 2)]
+    assert states == ["COMPLETED", "FAILED", "COMPLETED"]
 
 
 def test_the_doctor_as_a_job(slurm):

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import FLAGS, start, wait_for, world
+from cluster import ENDED, FLAGS, start, wait_for, world
 from conftest import edit, program
 from stages import STARTER, Result, agree, train
 
@@ -248,6 +248,97 @@ def test_each_element_of_an_array(slurm):
     assert not re.search("no run in", said.stderr)
 
 
+def test_an_array_that_is_suspended_and_requeued_in_part(slurm):
+    """Each element comes to its end, and none loses a step."""
+    with slurm.counting("std"):
+        array = slurm.submit(
+            "std", "--max-steps", 60,
+            options=["--array=1-3", "--output=%A_%a.log", ONE_CORE])
+        elements = [f"{array}_{number}" for number in (1, 2, 3)]
+        for job in elements:
+            wait_for(lambda: "| step   2" in slurm.log(job))  # noqa: B023
+        suspended, requeued, signalled = elements
+        slurm("scontrol", "suspend", suspended)
+        slurm("scontrol", "requeue", requeued)
+        slurm("scancel", "--batch", "--signal=USR1", signalled)
+        wait_for(lambda: "resuming" in slurm.log(signalled))
+        wait_for(lambda: "resuming" in slurm.log(requeued))
+        slurm("scontrol", "resume", suspended)
+        for job, restarts in zip(elements, "011", strict=True):
+            end = slurm.wait(job)
+            assert end["JobState"] == "COMPLETED", slurm.log(job)
+            assert end["Restarts"] == restarts
+            steps = slurm.result("std", job).column("step")
+            assert steps == list(range(60))
+
+
+SIGNALS = "HUP", "INT", "USR1", "USR2", "TERM", "KILL"
+HOW = {"batch": ["--batch"], "steps": [], "all": ["--full"]}
+
+
+def test_a_signal_is_no_success(slurm):
+    """To the batch file's shell, to its steps, or to all: a job that has not
+    come to its end is COMPLETED only if SLURM starts it again.
+    """
+    def settled(job):
+        about = slurm.job(job)
+        return (about["JobState"] in ENDED or about["Restarts"] == "1"
+                or slurm.log(job).count("| step") > steps + 20)
+
+    with slurm.counting("std"):
+        jobs = {(name, how): slurm.submit(
+            "std", "--max-steps", 10**6, options=[ONE_CORE])
+            for name in SIGNALS for how in HOW}
+        for (name, how), job in jobs.items():
+            wait_for(lambda: "| step   2" in slurm.log(job))  # noqa: B023
+            steps = slurm.log(job).count("| step")
+            slurm("scancel", *HOW[how], f"--signal={name}", job)
+            wait_for(lambda: settled(job))  # noqa: B023
+            about, log = slurm.job(job), slurm.log(job)
+            assert about["JobState"] != "COMPLETED", (name, how, log)
+            if (name, how) in (("USR1", "batch"), ("TERM", "all")):
+                assert about["Restarts"] == "1", log
+            slurm("scancel", job)
+
+
+# What a job was asked for, as SLURM tells it.
+ASKED = re.compile(
+    r"\b(JobName|Account|QOS|Nice|Partition|TimeLimit|Requeue|ArrayTaskId|"
+    r"NumNodes|NumCPUs|ExcNodeList|MinMemoryNode|OverSubscribe|WorkDir|"
+    r"CpusPerTres|TresPerNode)=(.*?)(?= \S+=|$)", re.M)
+
+
+@pytest.mark.parametrize("options", [
+    ["--no-requeue", "--partition=urgent", "--time=7", "--account=a",
+     "--qos=b", "--nice=3", "--exclude={last}", "--mem=1500", "--job-name=my job",
+     "--gpus-per-node=h100:2", "--cpus-per-gpu=2"],
+    ["--no-requeue", "--array=3", "--exclusive", "--job-name=a/b"],
+    ["--no-requeue", "--gpus-per-node=0", "--ntasks-per-node=1"]])
+def test_the_printed_command_is_the_same_job(slurm, options):
+    """It has what sbatch was told, and goes on in the same run."""
+    options = [word.format(last=slurm.nodes[-1]) for word in options]
+    flags = "--max-steps", 40, "--prompt", "it's $1\n x"
+    with slurm.counting("std"):
+        first = slurm.submit("std", *flags, options=options)
+        log = f"{first}_3" if "--array=3" in options else first
+        log = slurm("scontrol", "show", "job", log).stdout
+        log = Path(re.search("StdOut=(.*)", log)[1])
+        wait_for(lambda: log.exists() and "| step   2" in log.read_text())
+        slurm("scancel", "--batch", "--signal=USR1", first)
+        assert slurm.wait(first)["JobState"] == "FAILED"
+        command = log.read_text().rpartition(" go on with: ")[2]
+        again = slurm("bash", "-c", f"cd /; {command}").stdout.split()[-1]
+        assert slurm.wait(again)["JobState"] == "COMPLETED"
+    asked = [ASKED.findall(slurm("scontrol", "show", "job", job).stdout)
+             for job in (first, again)]
+    assert len(asked[0]) > 12 and asked[0] == asked[1]
+    runs = [folder for folder in (slurm.repo / "runs").iterdir()
+            if folder.name.rpartition("-")[2].partition("_")[0] == first]
+    assert len(runs) == 1
+    steps = Result(runs[0], []).column("step")
+    assert steps == list(range(40))
+
+
 def test_what_a_job_prints_can_be_typed(slurm):
     """Each command, as it is printed, with spaces in the names."""
     with slurm.counting("std"):
@@ -330,10 +421,11 @@ def test_a_batch_file_of_ones_own_stays(tmp_path):
     """In the run's folder, where that of a job from a pipe is kept."""
     mine = program(tmp_path / "batch.sh", "mine")
     done = subprocess.run(["bash", "-c", rf"""
-        eval "$(sed -n '/^\(fail\|end_job\)() /,/^}}/p' '{BATCHFILES}/job.sh')"
-        ask_slurm() {{ echo 'job Restarts=0 JobState=RUNNING Reason=None' \
-            'Requeue=0 Command=(null) WorkDir=/'; }}
-        run=$1 job=7 before=1 after=2
+        eval "$(sed -n '/^[a-z_]*() {{$/,/^}}$/p' '{BATCHFILES}/job.sh')"
+        ask_slurm() {{ printf '%s\n' 'JobId=7 JobName=n' \
+            '   JobState=RUNNING Reason=None' '   Requeue=0 Restarts=0' \
+            '   Command=(null)' '   WorkDir=/'; }}
+        run=$1 _job_id=7 _job_before=1 _job_after=2
         end_job""", BATCHFILES / "job.sh", tmp_path], capture_output=True)
     assert mine.read_text() == "mine"
     assert f" {tmp_path}/batch-7.sh".encode() in done.stderr, done.stderr

@@ -24,7 +24,7 @@ FROM_SITE = """
 venv=${WORKSHOP_VENV:-.venv}
 case $venv in "~"/*) venv=$HOME/${venv#"~"/} ;; esac
 case $venv in *.tar | *.tar.*)
-    venv=$(bash setup.sh unpack "$venv") || exit ;;
+    venv=$(bash -p setup.sh unpack "$venv") || exit ;;
 esac
 exec "$venv/bin/python" "$@"
 """
@@ -81,9 +81,12 @@ def site_variables():
     if not (ROOT / "site.sh").exists() or not shutil.which("bash"):
         return dict(os.environ)
     printed = subprocess.run(
-        ["bash", "-lc", "[ ! -f site.sh ] || . ./site.sh >&2; env -0"],
+        ["bash", "-lc", "[ ! -f site.sh ] || . ./site.sh >&2\n"
+         r"printf '\0\0'; env -0"],
         cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL, check=False).stdout.decode()
+    # what comes before is a profile's, such as a greeting
+    printed = printed.partition("\0\0")[2]
     pairs = (item.partition("=") for item in printed.split("\0"))
     return {name: value for name, _, value in sorted(pairs)}
 
