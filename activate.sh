@@ -33,6 +33,8 @@ _workshop_activate() {
     local _workshop_root="$1" _workshop_code=code _workshop_failed=
     local _workshop_venv _workshop_entries _workshop_hook _workshop_option
     local _workshop_options="${SHELLOPTS-}"
+    # what site.sh makes of it would stay in your shell; zsh's has a NUL, too
+    local IFS=$' \t\n'
 
     case $_workshop_root in *:*)
         echo "activate.sh: no Python finds $_workshop_root, since a colon" \

@@ -10,7 +10,7 @@
 #SBATCH --requeue --open-mode=append
 
 : "${WORKSHOP:?is not set: source activate.sh, then sbatch --export=ALL}"
-source "$WORKSHOP/batchfiles/job.sh" || exit 1
+. "$WORKSHOP/batchfiles/job.sh" || exit 1
 
 train srun --kill-on-bad-exit=1 "$WORKSHOP/batchfiles/torchrun.sh" \
     "$(stage ddp)" --run-dir "$run" --resume "$@"

@@ -8,7 +8,7 @@
 #SBATCH --time=00:10:00
 
 : "${WORKSHOP:?is not set: source activate.sh, then sbatch --export=ALL}"
-source "$WORKSHOP/batchfiles/job.sh" || exit 1
+. "$WORKSHOP/batchfiles/job.sh" || exit 1
 
 srun --kill-on-bad-exit=1 --ntasks-per-node="$processes" \
     --cpus-per-task="$cores" python -m workshop doctor --ranks

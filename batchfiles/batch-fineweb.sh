@@ -8,6 +8,6 @@
 #SBATCH --requeue --open-mode=append
 
 : "${WORKSHOP:?is not set: source activate.sh, then sbatch --export=ALL}"
-source "$WORKSHOP/batchfiles/job.sh" || exit 1
+. "$WORKSHOP/batchfiles/job.sh" || exit 1
 
 srun python "$WORKSHOP/fineweb/fineweb.py" "$@"

@@ -11,7 +11,7 @@
 #SBATCH --requeue --open-mode=append
 
 : "${WORKSHOP:?is not set: source activate.sh, then sbatch --export=ALL}"
-source "$WORKSHOP/batchfiles/job.sh" || exit 1
+. "$WORKSHOP/batchfiles/job.sh" || exit 1
 ((gpus < 2)) || echo "warning: one process trains, on one of $gpus GPUs" >&2
 
 train srun --kill-on-bad-exit=1 python \

@@ -6,6 +6,12 @@
 # profile and site.sh have variables, functions and aliases of their own.
 # shellcheck shell=bash disable=SC2034 # the batch files use the variables
 
+# `sh batch-std.sh` and `zsh batch-std.sh` come to this line, too.
+if [ -z "${BASH_VERSION-}" ]; then
+    echo "batch file: this shell is not a SLURM job: start it with sbatch" >&2
+    exit 1
+fi
+
 # A profile may have changed what the lines below mean.
 set +o posix
 shopt -u nocasematch

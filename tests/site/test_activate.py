@@ -152,11 +152,13 @@ def test_a_module_added_later_is_found(desk):
 @pytest.mark.parametrize("before", ["", "set -eu"])
 def test_a_site_file_with_options_and_names_of_its_own(desk, shell, before):
     site = desk / "site.sh"
-    show = "echo $-; set -o | grep -E '^(pipefail|noclobber|errexit) '"
+    show = ("echo $-; set -o | grep -E '^(pipefail|noclobber|errexit) '; "
+            "printf '%q\\n' \"$IFS\"")
     try:
         site.write_text(
             "set -euo pipefail\nset -o noclobber\nset +e -e\n"
-            "root=/oops code=/oops venv=/oops entries=/oops option=/oops\n")
+            "root=/oops code=/oops venv=/oops entries=/oops option=/oops\n"
+            "IFS=:\n")
         out = works(desk, f"{show}; {PACKAGES}", shell=shell,
                     before=f"{before}\n{show} || true; echo then")
     finally:

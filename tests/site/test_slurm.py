@@ -259,6 +259,16 @@ def test_bash_instead_of_sbatch(slurm, name):
         assert dry.endswith(f"{shlex.join(given)}\n"), dry
 
 
+@pytest.mark.parametrize("shell", ["dash", "zsh", "ksh"])
+def test_another_shell_instead_of_sbatch(slurm, shell):
+    needs(shell)
+    file = slurm.repo / "batchfiles" / "batch-std.sh"
+    said = slurm(shell, file, "--max-steps", 1, check=False)
+    assert said.returncode == 1 and not said.stdout
+    assert said.stderr == ("batch file: this shell is not a SLURM job: "
+                           "start it with sbatch\n")
+
+
 def test_bash_inside_another_job(slurm):
     """salloc's shell, a rank of srun, and a portal's terminal are no batch
     job: nothing trains, or requeues the other job.
@@ -297,6 +307,18 @@ def test_a_cell_submits_without_activate(slurm):
     assert f"job       std {job}: 1 x 2 GPUs" in log
     assert log.startswith("warning: one process trains, on one of 2 GPUs\n")
     assert slurm.result("std", job).column("step") == [0, 1, 2]
+
+
+def test_a_greeting_is_no_variable(slurm, tmp_path):
+    """A profile prints it: a cell that submits asks for what site.sh sets."""
+    (tmp_path / ".bash_profile").write_text("echo Welcome\n")
+    ask = ("from workshop.jobs import interpreter\n"
+           "print(*interpreter.site_variables(), sep='\\n')")
+    with site(slurm, "export SBATCH_QOS=b"):
+        names = slurm(sys.executable, "-c", ask, HOME=str(tmp_path),
+                      PYTHONPATH=str(slurm.repo)).stdout.split("\n")
+    assert {"SBATCH_QOS", "HOME", "PATH"} < {*names}
+    assert not [name for name in names if "Welcome" in name]
 
 
 def test_all_sizes(slurm):

@@ -310,8 +310,8 @@ ASKED = re.compile(
 
 @pytest.mark.parametrize("options", [
     ["--no-requeue", "--partition=urgent", "--time=7", "--account=a",
-     "--qos=b", "--nice=3", "--exclude={last}", "--mem=1500", "--job-name=my job",
-     "--gpus-per-node=h100:2", "--cpus-per-gpu=2"],
+     "--qos=b", "--nice=3", "--exclude={last}", "--mem=1500",
+     "--job-name=my job", "--gpus-per-node=h100:2", "--cpus-per-gpu=2"],
     ["--no-requeue", "--array=3", "--exclusive", "--job-name=a/b"],
     ["--no-requeue", "--gpus-per-node=0", "--ntasks-per-node=1"]])
 def test_the_printed_command_is_the_same_job(slurm, options):
