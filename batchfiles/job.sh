@@ -147,7 +147,7 @@ is_preempted() {
 # Put the command into $_job_command that submits this job once more, with all
 # that SLURM tells of what it was asked for.
 command_that_continues() {
-    local file folder=$run words=() memory nice type=''
+    local file folder=$run words=() gres memory nice type=''
     add() { # an option, if SLURM says a value
         [ -z "$2" ] || words+=("$1=$2")
     }
@@ -165,7 +165,8 @@ command_that_continues() {
     add --exclude "$(field ReqNodeList ExcNodeList)"
     add --time "$(field RunTime TimeLimit)"
     add --nodes "$SLURM_NNODES"
-    [[ ! $(field TresPerNode) =~ gpu:([^:,=]*[^:,=0-9][^:,=]*) ]] ||
+    gres=$(field TresPerNode),$(field TresPerJob),$(field TresPerTask)
+    [[ ! $gres =~ gpu:([^:,=]*[^:,=0-9][^:,=]*) ]] ||
         type=${BASH_REMATCH[1]}: # such as h100:
     add --gpus-per-node "${gpus:+$type$gpus}"
     add --ntasks-per-node "$tasks"
@@ -173,6 +174,8 @@ command_that_continues() {
         add --cpus-per-gpu "${BASH_REMATCH[1]}"
     memory=$(field MinCPUsNode MinMemoryNode)
     [ "${memory:-0}" = 0 ] || add --mem "$memory"
+    [[ ! $(field MemPerTres) =~ gpu:([0-9]+[KMGT]?) ]] ||
+        add --mem-per-gpu "${BASH_REMATCH[1]}"
     add --mem-per-cpu "$(field MinCPUsNode MinMemoryCPU)"
     [ "$(field OverSubscribe)" != NO ] || words+=(--exclusive)
     [ "$(field Requeue)" != 0 ] || words+=(--no-requeue)
