@@ -152,23 +152,32 @@ def test_the_flags_after_the_dashes_are_the_scripts(monkeypatch):
 
 
 def test_a_job_of_two_nodes(slurm):
-    """As typed in salloc's shell: its variables are not the step's options."""
+    """As typed in salloc's shell: its variables are not the step's options.
+
+    Nor are they of the command that is printed, if somebody types that.
+    """
     run = slurm.repo / "runs" / "mine"
     with slurm.counting("ddp"):
         job = slurm("sbatch", "--parsable", "--output=%j.log", "--nodes=2",
                     "--gpus-per-node=2", "--ntasks-per-node=1",
                     "--cpus-per-task=4", "--wrap", f"""
             export SLURM_TRES_PER_TASK=cpu:3 SLURM_EXACT=1
-            '{sys.executable}' -m workshop launch ddp -- --max-steps 2 \
-                --run-dir '{run}'""", PYTHONPATH=str(slurm.repo)
-            ).stdout.strip()
+            launch() {{ '{sys.executable}' -m workshop launch "$@"; }}
+            launch ddp -- --max-steps 2 --run-dir '{run}'
+            eval "$(launch ddp --dry-run -- --max-steps 3 --run-dir '{run}' |
+                sed -n 's/^command//p')" """, PYTHONPATH=str(slurm.repo),
+            SBATCH_MEM_PER_NODE="100").stdout.strip()
         slurm.wait(job)
     assert slurm.job(job)["JobState"] == "COMPLETED", slurm.log(job)
     log = slurm.log(job)
     assert re.search(rf"^place     SLURM job {job}: 2 x 2 processes, on "
                      + " ".join(slurm.nodes[:2]), log, re.M), log
-    assert re.search(r"^command   srun --nodes=2 --ntasks=4 ", log, re.M)
+    assert re.search(r"^command   env -u SLURM_EXACT -u SLURM_MEM_PER_NODE -u "
+                     r"SLURM_TRES_PER_TASK srun --nodes=2 --ntasks=4 ", log,
+                     re.M)
     assert world(run) == (2, 4)
+    steps = (run / "metrics.csv").read_text().split("\n")[1:-1]
+    assert [int(line.partition(",")[0]) for line in steps] == [0, 1, 2]
 
 
 def test_each_node_unpacks_an_archive(slurm, tmp_path):

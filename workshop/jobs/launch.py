@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from tempfile import gettempdir
 
@@ -28,6 +29,11 @@ from workshop.stages import STAGES, find
 # Of a job's variables srun may see these. The others are options of whatever
 # this shell was started with, such as a portal's JupyterLab.
 KEPT = ("SLURM_JOB_", "SLURM_CONF", "SLURM_MPI_TYPE")
+# Of those others, what changes the printed command if somebody types it.
+OPTIONS = re.compile(
+    r"SLURM_(CPUS_PER_GPU|CPU_BIND|DISTRIBUTION|EXACT|EXCLUSIVE|EXPORT_ENV|"
+    r"GPU_BIND|GPUS_PER_TASK|GRES|HINT|MEM_BIND|MEM_PER_CPU|MEM_PER_GPU|"
+    r"MEM_PER_NODE|STEP_GRES|THREADS_PER_CORE|TRES_PER_TASK)")
 # Open MPI gives the processes on other nodes only the variables that it is
 # told to.
 SENT = re.compile(
@@ -121,10 +127,15 @@ def make_command(place, launcher, program, env):
             f"(PET_NNODES is {env.get('PET_NNODES')}): `torchrun "
             f"{shlex.join(program)}` on each of them; `unset PET_NNODES` to "
             "train on this one alone")
-    unset = [word for name in sorted(env) if name.startswith("PET_")
-             for word in ("-u", name)]
-    return [*["env", *unset] * bool(unset), "torchrun", "--standalone",
+    return [*unset(env, re.compile("PET_.*")), "torchrun", "--standalone",
             "--nproc-per-node", str(place.per_host), *program]
+
+
+def unset(env: Mapping[str, str], pattern: re.Pattern[str]) -> list[str]:
+    """The beginning of a command that runs without these variables."""
+    names = sorted(name for name in env if pattern.fullmatch(name))
+    words = [word for name in names for word in ("-u", name)]
+    return ["env", *words] if words else []
 
 
 def on_each_host(place, processes, env):
@@ -134,9 +145,10 @@ def on_each_host(place, processes, env):
         cores = (numbers(env, "SLURM_CPUS_ON_NODE")  # salloc has the other
                  or numbers(env, "SLURM_JOB_CPUS_PER_NODE") or [1])
         cores = max(1, min(cores) // processes)
-        return ["srun", f"--nodes={len(place.hosts)}", f"--ntasks={total}",
-                f"--ntasks-per-node={processes}", f"--cpus-per-task={cores}",
-                "--overlap", "--kill-on-bad-exit=1"]
+        return [*unset(env, OPTIONS), "srun", f"--nodes={len(place.hosts)}",
+                f"--ntasks={total}", f"--ntasks-per-node={processes}",
+                f"--cpus-per-task={cores}", "--overlap",
+                "--kill-on-bad-exit=1"]
     per_host = ["--ppn"]  # PALS, MPICH and Intel MPI
     if is_open_mpi("mpiexec"):
         per_host = [word for name in env if SENT.fullmatch(name)
@@ -174,7 +186,8 @@ def main(args):
         program = [str(script), *flags]
     command = make_command(place, launcher, program, env)
     archive, first = interpreter.archive(), []
-    if archive and command[0] in ("srun", "mpiexec"):
+    starts_on_nodes = bool(place.scheduler) and command[0] != "python"
+    if archive and starts_on_nodes:
         # another node may not have unpacked it yet
         first = [*on_each_host(place, 1, env), "env",
                  f"TMPDIR={gettempdir()}", "bash", str(ROOT / "setup.sh"),
@@ -185,7 +198,7 @@ def main(args):
     if args.dry:
         return
     env = begin(command, env)
-    if place.scheduler == "SLURM" and command[0] == "srun":
+    if place.scheduler == "SLURM" and starts_on_nodes:
         env = {name: value for name, value in env.items()
                if name.startswith(KEPT) or not name.startswith("SLURM_")}
     if first:
