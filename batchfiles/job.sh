@@ -49,7 +49,8 @@ elif [ -t 0 ] || [ -t 1 ] || # somebody types: a portal's terminal, or salloc's
 fi
 
 _job_flags=("$@") _job_name=${SLURM_JOB_NAME//[\/[:cntrl:]]/_}
-_job_name=${_job_name/#./_} # a folder that is seen
+_job_name=${_job_name/#./_}  # a folder that is seen
+_job_name=${_job_name:0:100} # and that a file system takes
 _job_most_cores=${SLURM_CPUS_PER_GPU-} _job_export=${SLURM_EXPORT_ENV-}
 _job_array=${SLURM_ARRAY_JOB_ID-} _job_element=${SLURM_ARRAY_TASK_ID-}
 _job_run=${WORKSHOP_RUN-} _job_folder=$PWD _job_signal=''
@@ -96,7 +97,8 @@ ask_slurm() {
 # Put what SLURM says of this job into $_job_said. The job's name is taken out:
 # it is any text.
 ask_about_job() {
-    _job_said=$(ask_slurm scontrol show job "$_job_id")
+    _job_said=$(SLURM_TIME_FORMAT=standard \
+        ask_slurm scontrol show job "$_job_id")
     _job_said=${_job_said/"JobName=$SLURM_JOB_NAME"$'\n'/$'JobName=\n'}
 }
 
@@ -197,6 +199,10 @@ command_that_continues() {
 
 # --- What the batch files use
 
+for _job_variable in run gpus tasks processes cores; do
+    (unset "$_job_variable") 2>/dev/null || fail "site.sh makes" \
+        "$_job_variable read-only, which the batch files set: rename it there"
+done
 run='' gpus='' tasks='' processes='' cores=''
 _job_before=0 _job_after=0 _job_id=$SLURM_JOB_ID
 trap 'end_job "no time is left to train: give a longer --time"' USR1 TERM
@@ -212,8 +218,9 @@ if [ "$_job_element" ]; then
     fi
 fi
 run=${_job_run:-$WORKSHOP/runs/$_job_name-${_job_id%_*}}
-run=$(cd "$_job_folder" && # for commands that are typed in another folder
-    realpath -ms "$run${_job_element:+_$_job_element}")
+# an absolute path, for commands that are typed in another folder
+[[ $run == /* ]] || run=$_job_folder/$run
+run=$(realpath -ms "$run${_job_element:+_$_job_element}")
 
 # SLURM signals before the time limit, for a very short job at once, and if the
 # job is cancelled or loses its nodes.

@@ -43,6 +43,10 @@ if [ -n "${WORKSHOP_DATA-}" ] && [ ! -d "$WORKSHOP_DATA" ]; then
     fail "WORKSHOP_DATA is $WORKSHOP_DATA, which does not exist: fix site.sh"
 fi
 
+[ "${PBS_ENVIRONMENT-}" != PBS_INTERACTIVE ] || # qsub -I
+    fail "this is another job, $PBS_JOBID: run it here with: python -m" \
+        "workshop launch ${STAGE:-doctor} ${FLAGS:+-- $FLAGS}"
+
 # The processes meet on the first node, at a port of this job's own. The node
 # file is on that node alone.
 [ -s "${PBS_NODEFILE-}" ] || fail "there is no PBS_NODEFILE: submit it with qsub"

@@ -235,6 +235,8 @@ def test_the_doctor_as_a_job(clone, tmp_path):
     ({"stage": ""}, "name a stage, as in qsub -v STAGE=ddp"),
     ({"WORKSHOP_DATA": "/nowhere"}, "fix site.sh"),
     ({"SITE": "exit"}, "site.sh calls exit, which ends the job: use return"),
+    ({"PBS_ENVIRONMENT": "PBS_INTERACTIVE", "FLAGS": "--preset tiny"},
+     "with: python -m workshop launch ddp -- --preset tiny"),
     ({"SITE": "false"}, "a command in"),
     ({"SITE": "run=/nowhere root=/nowhere flags=(x) batchfiles=/nowhere\n"
       "STAGE=tp; fail() { :; }; train() { :; }; IFS=:", "mpiexec": "exit 1"},

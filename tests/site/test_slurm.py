@@ -147,6 +147,7 @@ def test_a_job_from_a_shell_without_activate(slurm):
     ("WORKSHOP_VENV=", r"\.venv is not up to date, and a job installs nothing"
      r": run `source .*/my\\ clone/activate\.sh`"),
     ("export WORKSHOP_DATA=/nowhere", "/nowhere, .* not exist: fix site"),
+    ("readonly run=/nowhere", "site.sh makes run read-only, .* rename it"),
     ("kill -USR1 $$", "no time is left to train: .* longer --time"),  # SLURM's
 ])
 def test_a_site_that_is_wrong(slurm, line, reason):
@@ -174,7 +175,10 @@ NAMES = """\
 run=/nowhere job=77 flags=(--seed 5) gpus=9 tasks=7 element=_9 before=9
 export processes=3 cores=2 after=9
 fail() { :; }; train() { :; }; stage() { :; }; end_job() { :; }
-shopt -s expand_aliases nocasematch
+cd() { builtin cd "$@" && ls; }
+shopt -s expand_aliases nocasematch failglob
+trap '' USR1 TERM
+trap 'echo bye' EXIT
 alias srun='srun --label'
 IFS=:
 """
