@@ -42,6 +42,9 @@ class Log:
         gradients  an optimizer has all of them, and will update next
         updated    it has
         skipped    a GradScaler leaves the update out
+        root       the outermost module of a forward pass, the hashes of its
+                   rows and of its columns, or None
+        output     a module in it, or itself, and what it has put out
         unnamed    the parameters of an optimizer, one of which has no name
         zeroed     the parameters whose gradients are about to be thrown away
         message    the name of a collective, the tensors that go in, its group

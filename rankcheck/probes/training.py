@@ -33,6 +33,7 @@ import rankcheck.tensors as parts
 from rankcheck.probes.collectives import messages
 from rankcheck.probes.cpu_backend import on_gpu, process
 from rankcheck.probes.files import opened
+from rankcheck.probes.outputs import Outputs
 from rankcheck.probes.recorder import Updates, replace
 from rankcheck.probes.rows import Rows, random_states, storage, take_pending
 from rankcheck.tensors import is_low, thin
@@ -40,12 +41,14 @@ from rankcheck.tensors import is_low, thin
 NO_OUTPUT = ("/dev/", "/proc/", "/.cache/", "__pycache__", ".lock")
 
 
-def probes(folder, size, steps, kind="", on_gpus=False, device="cpu"):
+def probes(folder, size, steps, kind="", on_gpus=False, device="cpu",
+           outputs=0):
     """Verify's. size, steps, kind: of `Rows`. folder: the log's, in that of
     all runs. on_gpus: whether a CPU stands in for GPUs; device: "gpu" for GPUs
-    themselves.
+    themselves. outputs: in how many updates those of modules are recorded.
     """
     return [partial(Rows, size=size, steps=steps, kind=kind), Modules(),
+            Outputs(outputs),
             partial(use, module="torch_api"), Updates(),
             process if device == "cpu" else on_gpu, messages,
             *[partial(use, module="fake_cuda")] * on_gpus,
@@ -80,7 +83,11 @@ class Modules:
                 log.row.wrapped += torch.is_grad_enabled()
                 if not module.require_backward_grad_sync:
                     log.asked("forward in no_sync", None)
-            if self.inside or not self.trains(module):
+            if self.inside:
+                output = call(module, *args, **kwargs)
+                log.tell("output", module, output)
+                return output
+            if not self.trains(module):
                 return call(module, *args, **kwargs)
             self.meet(module)
             if wraps or is_trainers(module) or hasattr(module, "_orig_mod"):
@@ -89,10 +96,12 @@ class Modules:
             self.inside = True
             states = random_states()
             try:
-                return call(module, *args, **kwargs)
+                output = call(module, *args, **kwargs)
             finally:
                 self.inside = False
                 self.seen["draws"] |= random_states() != states
+            log.tell("output", module, output)
+            return output
 
         @replace(torch.Tensor, "backward")
         def backward(backward, loss, *args, **kwargs):
@@ -209,11 +218,13 @@ class Modules:
                      and (one.is_leaf or not one.requires_grad)]
             tensors = [getattr(one, "_local_tensor", one).detach().cpu()
                        for one in given if storage(one) not in received]
+            hashes = None
             if given and not tensors and now.stream == id(module):
                 now.pending = []  # by a pipeline's stage, to learn of shapes
             elif tensors and now.stream == id(module):
-                now.pending.append([
-                    hash_each(tensors, axis) for axis in (0, 1)])
+                hashes = [hash_each(tensors, axis) for axis in (0, 1)]
+                now.pending.append(hashes)
+        self.log.tell("root", module, hashes)
 
     def find_copies(self):
         """Modules like one that trains, with weights that do not: averages."""

@@ -185,8 +185,8 @@ def examine(program: list[str], size: int, steps: int,
                     f" ({program.launcher} and its own flags are left out)"
                     if program.launcher else ""))
         made = runs.Runs(partial(
-            start, program, folder, preload, out.say, device, patience),
-            size, steps, device, resume_flags)
+            start, program, folder, preload, out.say, device, patience,
+            processes=size), size, steps, device, resume_flags)
         answers = questions.verify(made)
         findings = answers.findings
         if changed := files.changed():
@@ -203,11 +203,13 @@ def examine(program: list[str], size: int, steps: int,
 
 
 def start(program, folder, preload, say, device, patience,
-          size, steps, kind="", flags=(), gpus=False):
+          size, steps, kind="", flags=(), gpus=False, processes=1):
     """Start a program under observation: a `Trial`.
 
     folder: for all of its runs. size: of how many processes; steps, kind: of
-    `Rows`. flags: further ones. gpus: whether a CPU stands in for them.
+    `Rows`. flags: further ones.
+    gpus: whether a CPU stands in for them. processes: how many there are in
+    the run of several.
     """
     from rankcheck.exits import explain
     from rankcheck.probes import training
@@ -226,7 +228,9 @@ def start(program, folder, preload, say, device, patience,
         {"allowed": SECONDS, "idle": IDLE, "patience": patience},
         world_size=size, module=program.module,
         place=str(cwd) if program.module else None,
-        probes=[copy, *training.probes(seen, size, steps, kind, gpus, device)],
+        probes=[copy, *training.probes(
+            seen, size, steps, kind, gpus, device,
+            {"": 1, "still": processes}.get(kind, 0))],
         env=TORCHRUN | scratch.quiet_environment(
             folder / "tmp", {} if device == "gpu" else ON_CPU),
         preload=preload, within=folder, cwd=str(cwd),

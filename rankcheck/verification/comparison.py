@@ -11,6 +11,7 @@ from rankcheck.exits import explain
 from rankcheck.findings import Finding, Questions, fail
 from rankcheck.tensors import names, put_together, whole_here, without
 from rankcheck.trial import Trial
+from rankcheck.verification.locate import compare_outputs
 
 LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative
 LOW = 30  # times that in bf16 or fp16
@@ -46,6 +47,7 @@ class Comparison:
     rate: float = 1.0  # the learning rate, by that of one process
     averaged: str = ""  # how often weights are, if gradients are not
     split: frozenset = frozenset()  # parameters of which ranks hold parts
+    settings: str = ""  # which of the optimizer's are not one process's
 
     @property
     def size(self):
@@ -65,6 +67,13 @@ class Comparison:
     def updates(self):
         """Of each update that all ranks have made, what each recorded."""
         return list(zip(*self.view(self.together), strict=False))
+
+    @cached_property
+    def outputs(self):
+        """The modules' in the first update, an `OutputComparison`."""
+        return compare_outputs(
+            self.together.seen, (self.still or self.alone).seen[0],
+            "columns" if self.columns else "rows", self.split, self.loosely)
 
     def view(self, trial):
         """What each rank has recorded, with its samples, but no tensors that

@@ -50,9 +50,9 @@ def recorded(tmp_path_factory):
         script, = (one for one in SCRIPTS if one.name == name)
         trials, start = {}, command.start
 
-        def keep(*about):
+        def keep(*about, **more):
             size, _, kind, *_ = about[6:]
-            trials[size, kind] = start(*about)
+            trials[size, kind] = start(*about, **more)
             return trials[size, kind]
 
         with pytest.MonkeyPatch.context() as patch:
@@ -302,6 +302,15 @@ def draws_too_much(trials):
             update["drawn"] = {7: 32 * step + 32}
 
 
+def told(rank, **settings):
+    """A change of what that rank's optimizers are told."""
+    def apply(trials):
+        for groups in trials[2, ""].seen[rank]["settings"]:
+            for group in groups:
+                group["values"] |= settings
+    return apply
+
+
 # (script, what is changed, the question that sees it, what it says first)
 CASES = [
     (RIGHT, together(seen(1, discarded=[1]), drops_the_last(1)),
@@ -393,6 +402,11 @@ CASES = [
                      seen(1, written={"/tmp/log": 7})),
      "one rank alone writes", "several ranks write log (line 7)"),
     (RIGHT, prints, "one rank alone writes", "several ranks print the same"),
+    (RIGHT, together(told(0, weight_decay=(0.05,)), told(
+        1, weight_decay=(0.05,))), "the optimizers have", "the weight decay "
+     "is 0.05, with one process 0, for 0.weight, 0.bias, 3.weight and 1"),
+    (RIGHT, told(1, momentum=(0.9,)), "the optimizers have", "on rank 1 the "
+     "momentum is 0.9, on rank 0 0, for 0.weight"),
 ]
 DRAWN = "each rank draws random numbers of its own"  # with all of these bases
 

@@ -15,11 +15,11 @@ from rankcheck.findings import Finding, Proof, Question
 from rankcheck.verification.comparison import QUESTIONS, Comparison
 
 from rankcheck.verification.questions import (  # isort: skip
-    begin, samples, together, single, left, resume)
+    begin, samples, optimizers, together, single, left, resume)
 from rankcheck.verification.runs import Runs, choose
 
-__all__ = ["QUESTIONS", "begin", "left", "resume", "samples", "single",
-           "together", "verify"]
+__all__ = ["QUESTIONS", "begin", "left", "optimizers", "resume",
+           "samples", "single", "together", "verify"]
 
 
 # What has to be shown for status 0, and what is said where it was not.

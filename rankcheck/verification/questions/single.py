@@ -17,6 +17,7 @@ from rankcheck.verification.comparison import (
     question,
     rows,
 )
+from rankcheck.verification.locate import explain_outputs
 
 COMPARED = frozenset({Proof.SINGLE})
 # Equal to those of one process: then they were reduced, however that is done
@@ -90,12 +91,8 @@ def compare(case, error, pairs, weights):
             shows = COMPARED if amount <= EXCUSED else frozenset()
             return [warn(f"{text}: {why[0]}", why[1], numbers=numbers,
                          proves=shows)]
-        return [fail(text, ": ".join(weights.parts) or (
-            "the ranks hold parts of the single process's weights, and have "
-            "its samples: is something added on each rank, as a bias, or left "
-            "out?" if case.split else "the ranks read the samples of the "
-            "single process: what else differs, a scale, a seed, an order, "
-            "the number or pairs that a mean is of?"), numbers=numbers)]
+        return [fail(text, ": ".join(weights.parts) or locate(
+            case, error, step, pairs, weights.of_each), numbers=numbers)]
     words = {loss_error: "losses", gradient_error: "gradients",
              weight_error: "weights, relative to how far they have moved,"}
     less = (f" in {len(agree)} of {len(case.updates)} updates; the others are "
@@ -104,6 +101,108 @@ def compare(case, error, pairs, weights):
     return [ok(f"{words[error]} agree with a single process (to "
                f"{max(agree):.0e}){less}", numbers={"off": max(agree)},
                proves=proves)] if agree else []
+
+
+def locate(case, error, step, pairs, of_each):
+    """Where the ranks part from the single process, as far as it was seen."""
+    general = ("the ranks hold parts of the single process's weights, and have"
+               " its samples: is something added on each rank, as a bias, or "
+               "left out?" if case.split else
+               "the ranks read the samples of the single process: what else "
+               "differs, a scale, a seed, an order, the number or pairs that "
+               "a mean is of?")
+    updates, alone = pairs[step]
+
+    def agrees(kind):
+        value = kind(case, updates, alone, step, of_each)
+        return value is not None and value[0] <= value[1]
+
+    if error is weight_error and agrees(gradient_error):
+        if case.settings:
+            return f"the gradients agree: {case.settings}"
+        if case.rate != 1:
+            return (f"the gradients agree: the learning rate is "
+                    f"{case.rate:.3g} times that of one process")
+        return ("the gradients agree before they are clipped, and the "
+                "optimizer's settings are the same: does clipping, or what the"
+                " script does around optimizer.step(), depend on the number of"
+                " processes?")
+    if step:
+        before = weight_error(case, *pairs[step - 1], step - 1, of_each)
+        if before and not before[0] <= before[1]:
+            return f"it follows from the weights after update {step - 1}"
+        if case.settings:
+            return f"the optimizers have other settings: {case.settings}"
+        names = other_buffers(case, pairs[:step + 1])
+        if names:
+            return ("by then these buffers are not those of the single "
+                    f"process: {', '.join(names[:3])}; does the forward pass "
+                    "use them?")
+        return general
+    text = explain_outputs(case.outputs)
+    if not text:
+        return general
+    if case.outputs.error or case.split or not case.outputs.agreeing:
+        return f"{text}; {general}"
+    if case.outputs.first:
+        return text
+    if not agrees(loss_error):
+        return (f"{text}, the loss does not: how is it averaged, weighted or "
+                "scaled, and has each sample its own target? a mean divides "
+                "by the number over all ranks, and by that of the microbatches"
+                " once")
+    if error is loss_error:
+        return general
+    if adds_up(case, updates, alone, of_each):
+        return (f"{text}; the ranks' losses add up to the single process's, "
+                "and their gradients are averaged: is each loss divided by a "
+                "number over all ranks? then its gradients are to be added up,"
+                " or it is multiplied by the number of processes")
+    return f"{text}, and so do the losses: {in_backward(case, pairs[0])}"
+
+
+def adds_up(case, updates, alone, of_each):
+    """Whether the losses are one process's as a sum, and not as a mean."""
+    whole = sum(sum(update["losses"]) for update in updates)
+    good = mix(of_each, [sum(update["losses"]) for update in alone])
+    return abs(whole / len(updates) - good) > (
+        LOSS * case.loosely * abs(good))
+
+
+def in_backward(case, pair):
+    """Whether each rank's own gradients are other ones, or their mean is."""
+    updates, alone = pair
+    general = "what differs comes in the backward pass, or as it is reduced"
+    good, own, _ = gradients_of(alone, updates, "sums")
+    if good is None or len(alone) > 1 or not own:
+        return general
+    if off(sum(own) / case.size, good) < GRADIENT * case.loosely:
+        return ("the mean of the ranks' own gradients is the single process's,"
+                " so what differs comes as they are reduced")
+    return ("the ranks' own gradients differ before they are reduced, so it "
+            "is in the backward pass: does a collective of the forward pass "
+            "lack one (those of torch.distributed.nn.functional have it), or "
+            "is a gradient scaled?")
+
+
+def other_buffers(case, pairs):
+    """Names of those that are not one process's after one of the updates."""
+    names = set()
+    for updates, alone in pairs:
+        if len(alone) > 1 or "buffers" not in alone[0]:
+            continue
+        good = by_name(put_together(alone, "buffers").tensors)
+        names |= {name for update in updates if "buffers" in update
+                  for name, tensor in by_name(put_together(
+                      [update], "buffers").tensors).items()
+                  if name in good and good[name].shape == tensor.shape
+                  and off(tensor, good[name]) > GRADIENT * case.loosely}
+    return sorted(names)
+
+
+def by_name(buffers):
+    """The same, but each without the number of its module."""
+    return {key.partition(".")[2]: tensor for key, tensor in buffers.items()}
 
 
 def weighting(case, updates, alone):
