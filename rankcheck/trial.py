@@ -27,6 +27,7 @@ class Trial:
     patience: float = 0.0  # seconds of idleness after which it is ended
     seconds: float = 0.0
     cpu: float = 0.0
+    copy: str = ""  # the folder that stands for / where it has run, if any
     # what is known of the script
     steps: int | None = None  # after which it should end
     first_step: int = 0

@@ -1,6 +1,8 @@
 """Runs GPU code on the CPU with gloo."""
 
+import contextlib
 import inspect
+import os
 from types import FunctionType
 
 import torch
@@ -9,7 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map, tree_map_only
 
-from rankcheck.probes.recorder import note, replace
+from rankcheck.probes.recorder import Log, note, replace
 
 
 def process(log):
@@ -38,12 +40,31 @@ def process(log):
     @replace(DistributedDataParallel, "__init__")
     def wrap(wrap, ddp, module, device_ids=None, output_device=None,
              *args, **kwargs):  # a CPU has no number
+        for device in device_ids or ():
+            take(log, device)
         wrap(ddp, module, None, None, *args, **kwargs)
 
     torch.accelerator.current_accelerator = (
         lambda check_available=False: None)
     torch.accelerator.set_device_index = torch.cuda.set_device = (
-        lambda device: None)
+        lambda device: take(log, device))
+
+
+def take(log: Log, device: object) -> None:
+    """Note the number of a GPU that the script takes, if it names one.
+
+    With CUDA_VISIBLE_DEVICES a script, or what starts it, gives each rank one
+    by itself.
+    """
+    if isinstance(device, str):
+        with contextlib.suppress(RuntimeError):
+            device = torch.device(device)
+    number = getattr(device, "index", None)
+    if type(device) is int:
+        number = device
+    if (isinstance(number, int) and number not in log.seen["devices"]
+            and not os.environ.get("CUDA_VISIBLE_DEVICES")):
+        log.seen["devices"].append(number)
 
 
 def premultiply() -> None:
@@ -87,6 +108,7 @@ def on_gpu(log):
 
 def note_groups(log):
     """That it makes a process group or processes, or wraps a model in DDP."""
+    log.seen["devices"] = []  # the numbers of GPUs, as far as they are seen
     note(log, dist, "init_process_group")
     note(log, c10d, "init_process_group")
     note(log, torch.multiprocessing, "spawn")

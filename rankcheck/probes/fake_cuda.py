@@ -18,6 +18,7 @@ from torch.distributed import fsdp
 from torch.jit import _builtins
 from torch.utils import _device
 
+from rankcheck.probes.cpu_backend import take
 from rankcheck.probes.recorder import replace
 
 OF_GPUS = ("pin_memory", "backend", "device_id")  # names of arguments
@@ -54,14 +55,25 @@ def here(value, numbered=False):
         "cpu" if isinstance(value, str) else torch.device("cpu"))
 
 
-def keep_here(place, *names):
+def is_gpu(value, numbered=False):
+    """Whether it names one."""
+    return here(value, numbered) is not value
+
+
+def keep_here(log, place, *names):
     """Give functions or methods no GPU, and nothing that belongs to one."""
     known = [_builtins._find_builtin(getattr(place, name)) for name in names]
 
     @replace(place, *names)
     def visible(function, *args, **kwargs):
+        numbered = function.__name__ == "to"
+        for value in args:
+            if is_gpu(value, numbered):
+                take(log, value)
+        if is_gpu(kwargs.get("device"), numbered=True):
+            take(log, kwargs["device"])
         return function(
-            *(here(arg, function.__name__ == "to") for arg in args),
+            *(here(arg, numbered) for arg in args),
             **{key: here(arg, key == "device") for key, arg in kwargs.items()
                if key not in OF_GPUS})
 
@@ -74,7 +86,7 @@ def gpus(log):
     """From now on this process believes that there are GPUs."""
     for function in _device._device_constructors():
         if getattr(torch, function.__name__, None) is function:
-            keep_here(torch, function.__name__)
+            keep_here(log, torch, function.__name__)
     for place, names in (
             (torch.Tensor, ("to", "new_empty", "new_full", "new_ones",
                             "new_tensor", "new_zeros")),
@@ -86,9 +98,14 @@ def gpus(log):
             (dist, ("init_device_mesh", "new_group")),
             (dist.device_mesh, ("init_device_mesh",)),
             (dist.device_mesh.DeviceMesh, ("__init__",))):
-        keep_here(place, *names)
-    torch.Tensor.cuda = torch.Tensor.pin_memory = (
-        lambda tensor, *args, **kwargs: tensor)
+        keep_here(log, place, *names)
+
+    def cuda(tensor, device=None, *args, **kwargs):
+        take(log, device)
+        return tensor
+
+    torch.Tensor.cuda = cuda
+    torch.Tensor.pin_memory = lambda tensor, *args, **kwargs: tensor
     torch.Tensor.record_stream = lambda tensor, stream: None
     torch.Generator = Generator
     count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -131,6 +148,8 @@ def gpus(log):
                 answer = answers.get(name, 0)
                 setattr(place, name,
                         lambda *args, answer=answer, **kwargs: answer)
+    torch.cuda.set_device = torch.accelerator.set_device_index = (
+        lambda device: take(log, device))
     torch.cuda.nvtx = torch.cuda.profiler = Nothing()
 
 

@@ -30,6 +30,7 @@ ON_CPU = {**scratch.HIDDEN,
 REMEDY = ("Name another folder for what it writes: one below the current "
           "folder, or one with {run} in it, which is another name each time.")
 SCHEMA = 2  # of --json: another number if a field changes or goes
+TEMPORARY = {"nodes": "tmp-nodes"}  # nothing is left in it by a run before
 IDLE = 10.0  # seconds in which no rank does anything: does it hang?
 
 
@@ -207,7 +208,7 @@ def start(program, folder, preload, say, device, patience,
     """Start a program under observation: a `Trial`.
 
     folder: for all of its runs. size: of how many processes; steps, kind: of
-    `Rows`. flags: further ones.
+    `Rows`, "nodes" if they believe that they are on two. flags: further ones.
     gpus: whether a CPU stands in for them. processes: how many there are in
     the run of several.
     """
@@ -219,6 +220,8 @@ def start(program, folder, preload, say, device, patience,
     place = "saved" if kind == "resumed" else kind  # it goes on there
     name = (f"{folder.name[-8:]}-{size}" + "-gpus" * gpus  # always new
             + f"-{place}" * bool(place))
+    temporary = folder / TEMPORARY.get(kind, "tmp")
+    temporary.mkdir(exist_ok=True)
     copy = sandbox.make(folder, name, program.script)
     cwd, script = copy.name(Path.cwd()), copy.name(program.script)
     if program.module and not script.is_relative_to(cwd):
@@ -231,8 +234,9 @@ def start(program, folder, preload, say, device, patience,
         probes=[copy, *training.probes(
             seen, size, steps, kind, gpus, device,
             {"": 1, "still": processes}.get(kind, 0))],
+        nodes=2 if kind == "nodes" else 1,
         env=TORCHRUN | scratch.quiet_environment(
-            folder / "tmp", {} if device == "gpu" else ON_CPU),
+            temporary, {} if device == "gpu" else ON_CPU),
         preload=preload, within=folder, cwd=str(cwd),
         hashes=int(kind == "hashes"))
     copy.require_kept(REMEDY)
@@ -244,7 +248,7 @@ def start(program, folder, preload, say, device, patience,
         raise scratch.full(folder.parent)  # where checkpoints were saved
     if kind != "saved":
         shutil.rmtree(copy.top, ignore_errors=True)  # large checkpoints
-    trial.script = program.script
+    trial.script, trial.copy = program.script, copy.top
     for rank in trial.ranks:
         rank.out, rank.err = map(copy.as_known, (rank.out, rank.err))
     return trial

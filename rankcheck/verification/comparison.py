@@ -48,6 +48,9 @@ class Comparison:
     averaged: str = ""  # how often weights are, if gradients are not
     split: frozenset = frozenset()  # parameters of which ranks hold parts
     settings: str = ""  # which of the optimizer's are not one process's
+    failed: bool = False  # whether a question has found a FAIL
+    # "" once it has run as two nodes, a text if it refuses that
+    nodes: str | None = None
 
     @property
     def size(self):

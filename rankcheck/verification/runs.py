@@ -29,6 +29,8 @@ RUNS = {
     # with other hashes of strings, or as it was: where one process reads other
     # samples, or begins with other weights
     "hashes": (False, ""), "again": (False, ""),
+    # on two nodes, as far as the environment says it: where all else is right
+    "nodes": (True, "as two nodes "),
     # where the script is resumed
     "saved": (True, "the run to be resumed: "),
     "resumed": (True, "resumed, "),

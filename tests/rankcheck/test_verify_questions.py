@@ -311,6 +311,35 @@ def told(rank, **settings):
     return apply
 
 
+def with_nodes(change):
+    """The same of the run as two nodes."""
+    def apply(trials):
+        change({(2, ""): trials[2, "nodes"]})
+    return apply
+
+
+def local_writer(trials):
+    for of_rank in trials[2, "nodes"].seen:
+        of_rank["written"]["/home/me/last.pt"] = 7
+
+
+def local_cache(trials):
+    """The first node writes what the second reads."""
+    first, second = trials[2, "nodes"].seen
+    first["written"]["/tmp/tokens"] = 7
+    second["read"].append("/tmp/tokens")
+
+
+def fails_on_nodes(trials):
+    trials[2, "nodes"].ranks = [Rank(1, "", "error: no such GPU\n")] * 2
+
+
+def without_updates(trials):
+    trials[2, "nodes"].seen[1]["updates"] = []
+    trials[2, "nodes"].events[1] = []
+
+
+NODES = "as two nodes the ranks train as on one"
 # (script, what is changed, the question that sees it, what it says first)
 CASES = [
     (RIGHT, together(seen(1, discarded=[1]), drops_the_last(1)),
@@ -407,6 +436,33 @@ CASES = [
      "is 0.05, with one process 0, for 0.weight, 0.bias, 3.weight and 1"),
     (RIGHT, told(1, momentum=(0.9,)), "the optimizers have", "on rank 1 the "
      "momentum is 0.9, on rank 0 0, for 0.weight"),
+    (RIGHT, together(seen(0, devices=[1]), seen(1, devices=[1])),
+     "each rank of a node", "ranks 0 and 1 take the same GPU, number 1"),
+    (RIGHT, with_nodes(shared(8)), NODES, "as two nodes, in update 0 8 of 32 "
+     "samples are read by several ranks, on one node 0"),
+    (RIGHT, with_nodes(on_all(rows=lambda rows: rows[:8])), NODES,
+     "as two nodes an update has 16 samples, with as many ranks on one node"),
+    (RIGHT, with_nodes(on(1, update=0, before=times(1.5))), NODES,
+     "as two nodes, before update 0 the weights of rank 1 are not rank 0's"),
+    (RIGHT, with_nodes(on(1, update=1, gradients=times(1.5))), NODES,
+     "as two nodes, in update 1 the gradients of rank 1 are not rank 0's"),
+    (RIGHT, with_nodes(on_all(gradients=times(0.5))), NODES,
+     "as two nodes, in update 0 the gradients are 0.5 times those on one"),
+    (RIGHT, with_nodes(on_all(rates=[0.05])), NODES,
+     "as two nodes the learning rate is 0.05 in update 0, with as many"),
+    (RIGHT, with_nodes(together(told(0, nesterov=(1.0,)), told(
+        1, nesterov=(1.0,)))), NODES, "as two nodes the nesterov of 0.weight"),
+    (RIGHT, with_nodes(seen(1, asked=instead("sampler", (2, 1, "")))), NODES,
+     "as two nodes the ranks' DistributedSamplers have different seeds"),
+    (RIGHT, local_writer, NODES, "as two nodes, ranks 0 and 1 write the same "
+     "last.pt (line 7)"),
+    (RIGHT, local_cache, NODES, "as two nodes, rank 1 reads tokens in /tmp, "
+     "which only the other node has written (line 7)"),
+    (RIGHT, with_nodes(seen(1, devices=[1])), NODES, "as two nodes, rank 1 "
+     "takes GPU 1 of a node that has 1 GPU"),
+    (RIGHT, fails_on_nodes, NODES, "as two nodes rank 0 ended with an error: "
+     "no such GPU"),
+    (RIGHT, without_updates, NODES, "as two nodes it makes no update"),
 ]
 DRAWN = "each rank draws random numbers of its own"  # with all of these bases
 
@@ -585,6 +641,48 @@ def test_unused_parameters_of_which_DDP_was_told(answers):
         on(1, update=1, without=["Sequential:3.bias"]),
         seen(1, asked=instead("DistributedDataParallel", True))))
     assert "every parameter gets a gradient" not in found
+
+
+@pytest.mark.parametrize(("error", "refused"), [
+    ("error: this is for a single node", True),
+    ("error: no GPU 1 among the nodes' own", False),
+    ('  File "{script}", line 8, in <module>\nAssertionError', False),
+    ('  File "{script}", line 2, in <module>\nAssertionError', True)])
+def test_a_script_that_refuses_several_nodes(
+        recorded, error, refused, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os\nassert os.environ['GROUP_RANK'] == '0'\n")
+    trials = recorded(RIGHT)
+    trials[2, "nodes"].script = trials[2, ""].script = script
+    trials[2, "nodes"].ranks = [Rank(1, "", error.format(script=script))] * 2
+    answers = questions.verify(Runs(
+        lambda size, steps, kind, flags, gpus: trials[size, kind], 2, 4))
+    assert refused == any("several nodes: the script refuses them" in text
+                          for text in answers.not_checked)
+    assert refused != any(finding.verdict == "FAIL"
+                          for finding in answers.findings)
+
+
+def test_all_ranks_may_see_one_gpu_alone(answers, recorded):
+    change = together(seen(0, devices=[0]), seen(1, devices=[0]))
+    assert set(answers(RIGHT, change)) == {DRAWN}
+    trials = recorded(RIGHT)
+    change(trials)
+    made = questions.verify(Runs(
+        lambda size, steps, kind, flags, gpus: trials[size, kind], 2, 4))
+    assert any("all take number 0" in text for text in made.not_checked)
+
+
+@pytest.mark.parametrize(("runs", "says"), [
+    (Runs(None, 3, 4), "-n 2 or another even number"),
+    (Runs(None, 2, 4, "gpu"), "without --device gpu")])
+def test_why_two_nodes_are_not_tried(recorded, runs, says):
+    trials = recorded(RIGHT)
+    together = trials[2, ""]
+    together.seen *= 2
+    del together.seen[runs.size:]
+    case = Comparison(runs, trials[1, ""], together)
+    assert says in questions.nodes.why_not(case)
 
 
 def test_samples_that_one_process_does_not_show(answers):

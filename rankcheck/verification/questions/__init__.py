@@ -15,10 +15,10 @@ from rankcheck.findings import Finding, Proof, Question
 from rankcheck.verification.comparison import QUESTIONS, Comparison
 
 from rankcheck.verification.questions import (  # isort: skip
-    begin, samples, optimizers, together, single, left, resume)
+    begin, samples, optimizers, together, single, left, nodes, resume)
 from rankcheck.verification.runs import Runs, choose
 
-__all__ = ["QUESTIONS", "begin", "left", "optimizers", "resume",
+__all__ = ["QUESTIONS", "begin", "left", "nodes", "optimizers", "resume",
            "samples", "single", "together", "verify"]
 
 
@@ -53,6 +53,8 @@ def verify(runs: Runs) -> Answers:
         return Answers(findings, [f"all else: {why}"], [why], [])
     errors: list[str] = []
     for question in QUESTIONS:
+        comparison = replace(comparison, failed=any(
+            finding.verdict == "FAIL" for finding in findings))
         try:
             answers = ask(question, comparison)
         except Exception as error:  # of ours, or of a torch we do not know
@@ -115,8 +117,11 @@ def not_seen(case):
              "whether the targets belong to the samples: a sample is a row of "
              "what the model is given"]
     return texts + [text for unseen, text in (
+        (nodes.why_not(case), f"several nodes: {nodes.why_not(case)}"),
         (case.splits_matrices, "whether gradients are reduced: with tensor "
          "parallelism, so are activations"),
+        (nodes.all_on_the_first(case), "whether each rank has a GPU of its "
+         "own: all take number 0, which is right if each sees one alone"),
         (case.by_step, "the gradients that the optimizer has reduced, only "
          "the weights that it makes of them"),
         (case.asked("FSDP1"), "gradients and weights: "
