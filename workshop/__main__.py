@@ -58,6 +58,8 @@ COMMANDS = {
             "edited is kept.")}}
 HIDDEN = {
     "": ("workshop.lesson.command:journey", "Say what comes next."),
+    "dev": ("workshop.dev", "For those who change the course: check that the "
+            "parts of each lesson fit together."),
     # what the batch files call
     "script": (
         "workshop.lesson.command:script",

@@ -37,7 +37,7 @@ HOUSES = {
         "jobs": "jobs.* as_torchrun",
         "check": "check.*",
         "notebook": "notebook.*",
-        "commands": "__main__ lesson.command update"}}
+        "commands": "__main__ dev lesson.command update"}}
 PACKAGES = {  # besides torch; the last is the site's own
     "rankcheck.setup": {"setuptools"},
     "rankcheck.why.hook.sitecustomize": {"sitecustomize"}}

@@ -1,0 +1,163 @@
+"""For those who change the course: do the parts of each lesson fit together?
+
+    python -m workshop dev check              every stage, in seconds
+    python -m workshop dev check ddp          one stage
+    python -m workshop dev check --mistakes ddp   and each planted mistake is
+                                              named: minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from backstage import ROOT
+from backstage.errors import UserError, require
+from workshop.lesson import documents
+from workshop.lesson.diff import Diff, load_lesson
+from workshop.stages import STAGES, Stage, find
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What does not fit, and what to do about it."""
+
+    text: str
+    fix: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["check"])
+    parser.add_argument("stages", nargs="*", metavar="STAGE",
+                        help="which stages (all)")
+    parser.add_argument("--mistakes", action="store_true",
+                        help="also run the check on each planted mistake "
+                        "(minutes a stage)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print what does not fit; return the exit status, 1 if anything."""
+    stages = [find(name) for name in args.stages] or [*STAGES.values()]
+    failed = 0
+    for stage in stages:
+        problems = [*check(stage)]
+        failed += bool(problems)
+        if not problems:
+            print(f"ok    {stage.name}: {describe(stage)}")
+        for problem in problems:
+            print(f"FAIL  {stage.name}: {problem.text}\n"
+                  f"      fix: {problem.fix}")
+    if args.mistakes and not failed:
+        return try_mistakes(stages)
+    return int(failed > 0)
+
+
+def describe(stage: Stage) -> str:
+    """Say what was found to fit."""
+    if not stage.after:
+        return "solution and batch file"
+    count = len(documents.load(stage.name))
+    return f"solution, {count} changes, notebook and batch file"
+
+
+def check(stage: Stage) -> Iterator[Problem]:
+    """Yield what does not fit in a stage's files and its registry entry."""
+    problems = [*check_solution(stage)]
+    yield from problems
+    yield from check_batch_file(stage)
+    if stage.after and not problems:  # the others need the solution
+        yield from check_lesson(stage)
+        yield from check_notebook(stage)
+
+
+def check_solution(stage: Stage) -> Iterator[Problem]:
+    """Yield a problem unless the solution is a script that names its stage."""
+    path = stage.solution.relative_to(ROOT)
+    if not stage.solution.is_file():
+        yield Problem(f"{path} is missing", "write the stage's script there, "
+                      "or correct the name in workshop/stages.py")
+        return
+    text = stage.solution.read_text()
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        yield Problem(f"{path}, line {error.lineno}: {error.msg}",
+                      "correct the script")
+        return
+    if not re.search(rf'\w*Run\w*\("{stage.name}"', text):
+        yield Problem(f'{path} opens no run named "{stage.name}"',
+                      f'call Run("{stage.name}", ...) in main()')
+
+
+def check_batch_file(stage: Stage) -> Iterator[Problem]:
+    """Yield a problem unless SLURM can be given the stage."""
+    names = [path.name for path in (ROOT / "batchfiles").glob("batch-*.sh")
+             if re.fullmatch(rf"batch-{stage.name}(-\d+n\d+g)?\.sh",
+                             path.name)]
+    if not names:
+        yield Problem(f"batchfiles/ has no batch-{stage.name}.sh",
+                      "copy the batch file of a stage with the same launcher")
+
+
+def check_lesson(stage: Stage) -> Iterator[Problem]:
+    """Yield a problem unless the lesson leads from one solution to the next.
+    """
+    fix = ("each difference between the two solutions belongs to one change: "
+           "correct the anchors, see workshop/lesson/documents.py")
+    path = stage.lesson.relative_to(ROOT)
+    try:
+        changes = documents.load(stage.name)
+        load_lesson(stage.name)
+        begin = Diff(stage.name, find(stage.after).solution)
+        end = Diff(stage.name, stage.solution)
+    except FileNotFoundError:
+        yield Problem(f"{path} is missing", "write the lesson's document")
+        return
+    except (UserError, ValueError) as error:
+        yield Problem(str(error), fix)
+        return
+    left = [change.number for change in begin.left]
+    if left != [*range(1, len(changes) + 1)] or begin.others:
+        yield Problem(f"{path}: from the solution of {stage.after}, changes "
+                      f"{left} are left, of {len(changes)}", fix)
+    if end.left or end.others:
+        yield Problem(f"{path}: in its own solution changes are left", fix)
+
+
+def check_notebook(stage: Stage) -> Iterator[Problem]:
+    """Yield a problem unless a notebook shows the lesson's changes."""
+    path = ROOT / "notebooks" / f"diff_{stage.name}.ipynb"
+    name = path.relative_to(ROOT)
+    try:
+        book = json.loads(path.read_text())
+        code = ["".join(cell["source"]) for cell in book["cells"]
+                if cell["cell_type"] == "code"]
+    except FileNotFoundError:
+        yield Problem(f"{name} is missing", "copy the notebook of another "
+                      "lesson, and change its text")
+        return
+    except (KeyError, TypeError, ValueError):
+        yield Problem(f"{name} is not a notebook", "save it in JupyterLab")
+        return
+    if not any(f'diff("{stage.name}")' in source for source in code):
+        yield Problem(f'{name} has no cell diff("{stage.name}")',
+                      "add the cell: it shows what is left to change")
+
+
+def try_mistakes(stages: list[Stage]) -> int:
+    """Run the check on the planted mistakes of stages; return the status."""
+    planted = [stage.name for stage in stages if any(
+        (ROOT / "tests" / "tables" / "check" / stage.name).glob("*.diff"))]
+    require(planted, "no mistake is planted in these stages: see "
+            "tests/tables/check/")
+    words = " or ".join(f"{name}:" for name in planted)
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "--tables",
+         "tests/workshop/test_check.py", "-k", words], cwd=ROOT,
+        check=False).returncode
