@@ -42,12 +42,20 @@ def outcome(stage, text):
     return passed, says, out.getvalue()
 
 
-def problem(case, passed, says):
-    """What is not as the case says, "" where all is."""
+def problem(case, passed, says, out):
+    """What is not as the case says, "" where all is.
+
+    A right script's warnings are those that its first line lists, and no
+    others.
+    """
     if passed != case.right:
         return "passed" if passed else "refused"
-    if case.right and bool(says) != bool(case.says):
-        return "another warning"
+    warnings = [line.strip() for line in out.splitlines()
+                if line.strip().startswith("warn")]
+    false = [line for line in warnings
+             if not any(words in line for words in case.says)]
+    if case.right and false:
+        return f"a false warning: {false[0]}"
     return "" if all(words in says for words in case.says) else (
         "another first line")
 

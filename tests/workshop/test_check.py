@@ -57,7 +57,7 @@ def test_a_table_is_a_program(words, tmp_path):
     for case in CASES])
 def test_a_script_of_the_table(case):
     passed, says, out = outcome(case.group, case.script())
-    assert not problem(case, passed, says), out
+    assert not problem(case, passed, says, out), out
     assert out.count("FAIL") == (not case.right)  # one diagnosis
 
 
