@@ -207,13 +207,13 @@ def test_a_stranger_asks_why(stranger):
         "rankcheck", "why", "run", "--", "python", "-m",
         "torch.distributed.run", "--nproc-per-node", "2", "train.py")
     assert start.returncode == 1, start
-    begin, folder = start.stdout.splitlines()[0].rsplit(" ", 1)
+    begin, folder = start.stderr.splitlines()[0].rsplit(" ", 1)
     end = stranger("rankcheck", "why")
     assert end.returncode == 1, end
     shown = [begin + " ", *readme_says("why")]
     shown[1:2] = [f"what was started last: {folder}"]
     first = "was the first to end"  # unless rank 0 has lost it even earlier
-    out = (start.stdout + end.stdout).replace(first, "ended")
+    out = (start.stderr + end.stdout).replace(first, "ended")
     for line in shown:
         assert line.replace(first, "ended") in out, (line, start, end)
     none = stranger("rankcheck", "why", "nowhere")
@@ -242,7 +242,8 @@ def test_a_stranger_reads_the_json_document(script, status, stranger):
     failed = [finding for finding in document["findings"]
               if finding["verdict"] == "FAIL"]
     assert bool(failed) == (status == 1)
-    for table in README.split("| field | what it is |")[1:]:
+    pages = README.split("`rankcheck why --json`")[0]
+    for table in pages.split("| field | what it is |")[1:]:
         names = re.findall(r"[a-z_]+", " ".join(re.findall(
             r"^\| ([a-z_, ]+) \|", table, re.MULTILINE)))
         for place in (document, *document["findings"]):
