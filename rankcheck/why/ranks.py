@@ -93,7 +93,7 @@ class Rank:
     still, oom_kills, state, library, message = 0, 0, "?", "", None
     over, joined, mpi, launched = False, False, False, True
     # None: it was written before these were recorded
-    folders, threads, callee, handles = None, None, None, None
+    folders, threads, callee, handles, stays = None, None, None, None, None
     switched_off = ""
 
     def __init__(self, record, alive=None, fresh=False, last=""):
@@ -362,6 +362,12 @@ class Rank:
         """Whether its stack has a frame of such a file or function."""
         return any(re.search(pattern, f"{file}:{name}")
                    for file, _, name in self.stack)
+
+    @property
+    def in_line(self) -> float:
+        """Seconds since it came to its line, as far as it was looked at."""
+        return self.still if self.stays is None else min(
+            self.still, self.stays)
 
     @property
     def longest_gap(self):

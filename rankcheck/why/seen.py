@@ -86,7 +86,7 @@ def describe_error(rank):
 
 def describe(rank):
     """Where a rank is, since when, and whether it waits or works."""
-    since = f" for {rank.still:.0f} s" if rank.still >= SOON / 2 else ""
+    since = f" for {rank.in_line:.0f} s" if rank.in_line >= SOON / 2 else ""
     where = describe_wait(rank) if rank.waits else f"is in {rank.place}" + (
         f" (in {rank.stack[-1][2]} of {Path(rank.stack[-1][0]).name})"
         if rank.stack and [*rank.place] not in (
@@ -109,6 +109,9 @@ def describe(rank):
     if not rank.answers:
         where = "has imported neither torch nor mpi4py"
     words = [where + since + ", after the end of its script" * rank.over]
+    if rank.still - rank.in_line >= SOON:  # a loop, also of messages of gloo
+        words.append("goes round in places where it has been before for "
+                     f"{rank.still:.0f} s")
     if rank.handles:
         words.append(describe_handled(rank))
     works, idle = describe_work(rank)

@@ -195,6 +195,7 @@ class Witness:
                 os.path.realpath("/proc/self/ns/net")),
             "oom_before": proc.count_oom_kills()}
         self.still, self.seen, self.progress = 0, set(), None
+        self.stays, self.line = 0, None
         self.script, self.over, self.thread = None, False, None
         self.ended, self.asked = None, ""
         self.lock = threading.Lock()  # for the files, and for how it ended
@@ -278,10 +279,13 @@ class Witness:
                 first_at_end = True
             self.find_script()
             before, now = now, time.monotonic()
+            # not the time in which the process itself was stopped
+            passed = min(now - before, 2 * POLL)
+            self.stays = 0 if self.has_left_line() else self.stays + passed
             if self.has_moved():
                 self.still, wait = 0, STILL
-            else:  # not the time in which the process itself was stopped
-                self.still += min(now - before, 2 * POLL)
+            else:
+                self.still += passed
             self.note_end()
             if self.still > wait:
                 with contextlib.suppress(OSError):  # for example a full disk
@@ -303,6 +307,14 @@ class Witness:
         self.progress, known = progress, place in self.seen
         self.seen.add(place)
         return not known
+
+    def has_left_line(self) -> bool:
+        """Whether the script's line is not that of the last look: a loop comes
+        back to places that are not new.
+        """
+        before, self.line = self.line, calls.find_sources().find_line(
+            self.look())
+        return self.line != before
 
     def note_end(self):
         """The script is over or has failed, but the process has yet to end."""
@@ -375,6 +387,7 @@ class Witness:
             **self.at_begin, **watched, "rank": rank, "world_size": size,
             "master": [*map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT"))],
             "written": time.time(), "still": self.still, "over": self.over,
+            "stays": self.stays,
             # who does not look yet, does not see it move either
             "stack": self.look() if self.thread else [],
             "callee": self.find_callee() if self.thread else None,
