@@ -144,7 +144,9 @@ def is_idle(rank: Rank, asked: str, seconds: float) -> bool:
         return first.isdigit() and time.time() - int(first) / 1e9 >= seconds
     works = rank.computes or any(work[4] for work in rank.work
                                  if work[1] != rank.pid)
-    return rank.still >= seconds and (rank.waits or not works)
+    # a loop of messages waits now and then: it works, and leaves its line
+    waits = rank.waits and rank.in_line >= seconds
+    return rank.still >= seconds and (waits or not works)
 
 
 def run_command(folder: Path, ranks: list[Rank], command: str,

@@ -223,6 +223,10 @@ def test_a_watcher_ends_with_its_job(end, tmp_path):
      False),
     ([{"work": [["thread", 4000, "", "R", True, None]], "still": 40.0}, {}],
      True),
+    # one that sends and receives in a loop comes back to the same places
+    ([{"work": [["thread", 4000, "", "R", True, None]], "still": 40.0,
+       "stays": 2.0}, {}], False),
+    ([{"still": 40.0, "stays": 2.0}, {}], True),
     # a worker of its own does
     ([{}, {"calls": [], "work": [["process", 9, "", "R", True, None]]}],
      False),
