@@ -108,16 +108,16 @@ def same_number(job):
 def other_address(job):
     """the port, the world size or the address differ between ranks"""
     joined = job.those(lambda rank: rank.runs and rank.joined)
-    unmet = Who() if joined else job.meeting
+    unmet = Who() if joined else job.unmet
     for name, value, ranks, patience in (
             ("the world size", lambda rank: rank.world_size,
-             Who([*joined, *job.meeting]), 0),
+             Who([*joined, *job.unmet]), 0),
             ("MASTER_PORT", lambda rank: rank.master[1], unmet, 0),
             # two names may be of the same machine: then they meet
             ("MASTER_ADDR", lambda rank: rank.master[0], unmet, PATIENCE)):
         odd = Who(rank for rank in ranks if value(rank) and rank.still
                   >= patience and value(rank) != value(ranks[0]))
-        if job.meeting and odd:
+        if job.unmet and odd:
             return odd, (f"{name} is {value(odd[0])} on {odd}, and "
                          f"{value(ranks[0])} on {Who(ranks[:1])}")
 

@@ -427,6 +427,16 @@ class Job:
                        and rank.meets))
 
     @cached_property
+    def unmet(self) -> Who:
+        """Those in init_process_group(), where none has come out of it; also
+        if all of them were told to end there.
+        """
+        if any(rank.joined for rank in self.ranks) or self.meeting:
+            return self.meeting
+        told = self.those(lambda rank: rank.ending == "stopped" and rank.meets)
+        return told if {*told} == {*self.ranks} else Who()
+
+    @cached_property
     def deaf(self):
         """Those of them that reach nobody at rank 0's address."""
         return Who(rank for rank in self.meeting
