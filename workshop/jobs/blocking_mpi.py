@@ -14,8 +14,11 @@ import time
 
 from mpi4py import MPI
 
-from rankcheck.why.calls import COLLECTIVES
+from rankcheck.why import calls
 
+# Those of a topology are another class's
+COLLECTIVES = tuple(name for name in calls.COLLECTIVES
+                    if hasattr(MPI.Intracomm, name))
 ALIKE = ("Allreduce", "Bcast", "Reduce")  # as many elements on all ranks
 BEGUN = (  # they return a request
     *{f"I{name.lower()}" for name in COLLECTIVES},
