@@ -8,6 +8,7 @@ CPU: all is computed as precisely as the weights are.
 import inspect
 import os
 import re
+from collections import Counter
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -133,7 +134,7 @@ def gpus(log):
         "get_device_name": GPU.name, "get_device_properties": GPU,
         "get_device_capability": (GPU.major, GPU.minor),
         "mem_get_info": (MEMORY, MEMORY), "memory_summary": "",
-        "memory_stats": {}, "get_rng_state": torch.get_rng_state(),
+        "memory_stats": Counter(), "get_rng_state": torch.get_rng_state(),
         "get_rng_state_all": [torch.get_rng_state()] * count}
     for place in (torch.cuda, torch.accelerator):
         for name in place.__all__:
