@@ -57,6 +57,16 @@ def thin(tensor):
     return torch.cat([some, tensor.float().sum()[None]]).cpu()
 
 
+def unwrap(value: object) -> object:
+    """Return the tensor in whose place a transform of torch.func has put
+    another, and anything else as it is.
+    """
+    while isinstance(value, torch.Tensor) and (
+            torch._C._functorch.is_functorch_wrapped_tensor(value)):
+        value = torch._C._functorch.get_unwrapped(value)
+    return value
+
+
 def is_low(tensor):
     return tensor.dtype in (torch.bfloat16, torch.float16)
 

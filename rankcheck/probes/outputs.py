@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from rankcheck.probes.recorder import Log
-from rankcheck.tensors import plain_name
+from rankcheck.tensors import plain_name, unwrap
 
 NUMBERS = 4  # of a sample's sketch: its length, its sum, two projections
 ELEMENTS = 256  # of a sample's part of an output that are looked at, about
@@ -190,9 +190,7 @@ def plain_setting(value: object) -> tuple | None:
 
 def plain(value: object) -> torch.Tensor | None:
     """What is looked at: a tensor of numbers that is whole on this rank."""
-    while isinstance(value, torch.Tensor) and (
-            torch._C._functorch.is_functorch_wrapped_tensor(value)):
-        value = torch._C._functorch.get_unwrapped(value)
+    value = unwrap(value)
     if type(value) not in (torch.Tensor, nn.Parameter) or (
             value.layout != torch.strided or value.is_nested
             or value.is_quantized or value.is_meta):

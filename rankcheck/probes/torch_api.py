@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad
 from torch.utils.data import DistributedSampler, Subset
 
 from rankcheck.probes.recorder import note, replace
-from rankcheck.tensors import thin
+from rankcheck.tensors import thin, unwrap
 
 
 def clipping(log):
@@ -120,7 +120,10 @@ def targets(log):
         ignored = kwargs.get("ignore_index", args[4] if args[4:] else -100)
         if torch.is_grad_enabled() and isinstance(
                 target, torch.Tensor) and not target.is_floating_point():
-            log.now.targets += (target != ignored).sum().item()
+            # within vmap, those of one sample stand for those of all
+            with torch._C._DisableFuncTorch():
+                counted_targets = unwrap(target) != ignored
+                log.now.targets += counted_targets.sum().item()
         return function(*args, **kwargs)
 
 

@@ -36,7 +36,7 @@ from rankcheck.probes.files import opened
 from rankcheck.probes.outputs import Outputs
 from rankcheck.probes.recorder import Updates, replace
 from rankcheck.probes.rows import Rows, random_states, storage, take_pending
-from rankcheck.tensors import is_low, thin
+from rankcheck.tensors import is_low, thin, unwrap
 
 NO_OUTPUT = ("/dev/", "/proc/", "/.cache/", "__pycache__", ".lock")
 
@@ -246,14 +246,6 @@ class Modules:
 def find_modules():
     return [thing for thing in gc.get_objects()
             if issubclass(type(thing), nn.Module)]
-
-
-def unwrap(value):
-    """The tensor in whose place a transform of torch.func has put another."""
-    while isinstance(value, torch.Tensor) and (
-            torch._C._functorch.is_functorch_wrapped_tensor(value)):
-        value = torch._C._functorch.get_unwrapped(value)
-    return value
 
 
 def is_trainers(module):

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     bf16_compress_hook,
 )
 from torch.func import functional_call, grad, vmap
-from torch.nn import SyncBatchNorm
+from torch.nn import SyncBatchNorm, functional
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad
 from verify_cases import CASES as SCRIPTS
@@ -29,7 +29,7 @@ from verify_cases import outcome
 from rankcheck.launch.ranks import Rank
 from rankcheck.probes.recorder import Log
 from rankcheck.probes.rows import Rows, persistent_buffers
-from rankcheck.probes.torch_api import batchnorm, clipping
+from rankcheck.probes.torch_api import batchnorm, clipping, targets
 from rankcheck.probes.training import Modules
 from rankcheck.tensors import describe, whole_here
 from rankcheck.trial import Trial
@@ -744,6 +744,21 @@ def test_samples_within_a_transform():
     plain = read_rows(lambda model, x, y: model(x))
     assert len(plain[0]) == 4
     assert read_rows(gradient) == read_rows(of_each) == plain
+
+
+def test_targets_within_a_transform(monkeypatch):
+    """Those of each sample are counted, where a transform maps over them."""
+    log, _ = recorder()
+    for name in "cross_entropy", "nll_loss":
+        monkeypatch.setattr(functional, name, getattr(functional, name))
+    targets(log)
+    x, y = torch.randn(4, 3), torch.tensor([0, 2, -100, 1])
+
+    def loss(weights, x, y):
+        return functional.cross_entropy((x @ weights)[None], y[None])
+
+    vmap(grad(loss), (None, 0, 0))(torch.ones(3, 3), x, y)
+    assert log.now.targets == 3
 
 
 def test_what_tells_a_stage_of_its_shapes_is_no_sample():
