@@ -173,6 +173,25 @@ def summed_by_hooks(trials):
                 update["gradients"]))
 
 
+def one_summed(trials):
+    """Of one parameter alone."""
+    for of_rank in trials[2, ""].seen:
+        for update in of_rank["updates"]:
+            _, shape = update["gradients"]["plain"][0]
+            number = math.prod(shape)
+            flat = update["gradients"]["flat"].clone()
+            flat[:number] *= 2
+            update["gradients"] = update["gradients"] | {"flat": flat}
+
+
+def one_changed(trials):
+    """Of the others one is neither the sum nor the mean."""
+    one_summed(trials)
+    for of_rank in trials[2, ""].seen:
+        for update in of_rank["updates"]:
+            update["gradients"]["flat"][-1] *= 1.5
+
+
 def own_gradients(trials):
     """Each rank has its own alone."""
     for of_rank in trials[2, ""].seen:
@@ -415,6 +434,10 @@ CASES = [
      "in update 0 the gradients are 0.5 times the mean of the ranks' own"),
     (RIGHT, summed_by_hooks, "gradients are the mean", "in update 0 the "
      "gradients are the sum over all ranks, not the mean"),
+    (RIGHT, one_summed, "gradients are the mean", "in update 0 the gradients "
+     "of 0.weight are the sum over all ranks, those of the others the mean"),
+    (RIGHT, one_changed, "gradients are the mean", "in update 0 the gradients "
+     "are not the mean of the ranks' own, off by"),
     (RIGHT, of_rank_0_alone, "gradients are the mean", "in update 0 all ranks "
      "have the gradients of rank 0 alone"),
     (RIGHT, on_all(update=1, losses=lambda losses: [2 * losses[0]]),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import torch
+
 from rankcheck.findings import (
     Finding,
     Proof,
@@ -282,7 +284,7 @@ def mean(case):
             "local", "sums")[shared(updates, "local"):]]
         if any(mine is None for mine, *_ in found):
             return []
-        mine, each, _ = min(found, key=lambda one: off(
+        mine, each, keys = min(found, key=lambda one: off(
             one[0], sum(one[1]) / case.size))
         good = sum(each) / case.size
         if not good.any():
@@ -304,6 +306,9 @@ def mean(case):
             worst = max(worst or 0.0, error)
             scaled = scaled or (step, factor)
             if not error <= bound:
+                sums = find_sums(mine, good, keys, case)
+                if sums:
+                    return [some_summed(case, step, sums)]
                 return [warn(f"in update {step} the gradients are not the "
                              "mean of the ranks' own, off by "
                              f"{percent(off(mine, good))}",
@@ -320,6 +325,41 @@ def mean(case):
     return [] if worst is None else [ok(
         "gradients are the mean of the ranks' own, before they are clipped "
         f"(to {worst:.0e})", proves=REDUCED if differ else frozenset())]
+
+
+def find_sums(mine: torch.Tensor, mean_of_ranks: torch.Tensor,
+              keys: dict[str, int], case: Comparison) -> set[str]:
+    """Return the parameters whose gradients are the sum over the ranks.
+
+    None if the gradients of another parameter are not the mean.
+
+    Args:
+        mine: the gradients of all parameters, in one vector.
+        mean_of_ranks: the mean of what the ranks have computed, likewise.
+        keys: the parameters, with their number of elements.
+    """
+    bound = GRADIENT * case.loosely
+    sizes = [*keys.values()]
+    sums = set()
+    for key, part, mean_part in zip(
+            keys, mine.split(sizes), mean_of_ranks.split(sizes), strict=True):
+        if part.equal(mean_part) or off(part, mean_part) < bound:
+            continue
+        if not off(part, case.size * mean_part) < bound:
+            return set()
+        sums.add(key)
+    return sums
+
+
+def some_summed(case: Comparison, step: int, sums: set[str]) -> Finding:
+    """Say that the gradients of some parameters are the sum over the ranks.
+    """
+    return warn(
+        f"in update {step} the gradients of {case.named(sums)} are the sum "
+        "over all ranks, those of the others the mean", "right if the losses "
+        "of these parameters are parts of one sum; else divide their "
+        "gradients by the number of processes after all_reduce, as DDP does",
+        numbers={"update": step})
 
 
 def summed(case, step):
