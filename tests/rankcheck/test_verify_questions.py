@@ -643,6 +643,22 @@ def test_what_is_done_in_another_way_is_not_refused(answers, change, says):
     assert any(finding.text.startswith(says) for finding in found), found
 
 
+@pytest.mark.parametrize(("update", "verdict"), [(0, None), (2, "FAIL")])
+def test_a_sum_that_is_one_processs_gradient_is_right(
+        answers, update, verdict):
+    """Each rank's loss is a sum over its samples, divided by all of them."""
+    halves = {"local": times(0.5), "sums": times(0.5)}
+    wrong = {"gradients": times(1.1), "local": times(0.55),
+             "sums": times(0.55)}
+    changes = [on_all(update=step, **halves) for step in range(4)]
+    if verdict:
+        changes[update] = on_all(update=update, **wrong)
+    found = answers(RIGHT, together(*changes)).get(
+        "gradients are the mean of the ranks' own")
+    assert (found and found.verdict) == verdict, found
+    assert not found or found.text.startswith(f"in update {update} ")
+
+
 def test_gradients_that_a_script_has_reduced_before_its_copies_get_them(
         answers):
     """Of an optimizer's own weights no backward pass is seen."""

@@ -23,6 +23,7 @@ from rankcheck.verification.comparison import (
     gradients_of,
     off,
     question,
+    rows,
 )
 
 REDUCED = frozenset({Proof.REDUCED})
@@ -278,6 +279,7 @@ def equal(case):
 def mean(case):
     worst, scaled = None, None  # of all updates; the first with a factor
     differ = False  # whether the ranks' own do, so that it is no mean of one
+    sums = []  # where a sum is right
     for step, updates in enumerate(case.updates):
         # the script's hooks may have changed the first, or reduced them
         found = [gradients_of(updates, updates, what) for what in (
@@ -294,7 +296,10 @@ def mean(case):
         if off(mine, good) < bound:
             worst = max(worst or 0.0, off(mine, good))
         elif off(mine, case.size * good) < bound:
-            return [summed(case, step)]
+            finding = summed(case, step)
+            if finding.verdict != "ok":
+                return [finding]
+            sums.append(finding)
         else:
             owner = [r for r, one in enumerate(each) if off(mine, one) < bound]
             if owner:
@@ -322,6 +327,8 @@ def mean(case):
                      "scales them by itself, for the number of microbatches or"
                      " to clip them; else it multiplies or divides once too "
                      "often", numbers={"update": step, "factor": factor})]
+    if sums:
+        return sums[:1]
     return [] if worst is None else [ok(
         "gradients are the mean of the ranks' own, before they are clipped "
         f"(to {worst:.0e})", proves=REDUCED if differ else frozenset())]
@@ -362,12 +369,30 @@ def some_summed(case: Comparison, step: int, sums: set[str]) -> Finding:
         numbers={"update": step})
 
 
+def is_single_process_gradient(case: Comparison, step: int) -> bool:
+    """Return whether an update has the gradients of one process, for the same
+    samples: then a sum over the ranks is what it has to be.
+    """
+    if case.apart or case.still or step >= len(case.single) or (
+            case.compared is not None and step >= case.compared):
+        return False
+    alone = case.single[step]
+    if not alone["samples"] or sorted(rows(case.updates[step])) != sorted(
+            alone["samples"]):
+        return False
+    mine, good, _ = gradients_of(case.updates[step], [alone])
+    return mine is not None and bool(good[0].any()) and (
+        off(mine, good[0]) < GRADIENT * case.loosely)
+
+
 def summed(case, step):
     """The sum is wrong unless each rank divides its loss by their number."""
     mine, good = (sum(sum(update["losses"]) for update in updates)
                   / max(len(updates), 1) for updates in (
                       case.updates[0], case.single[:1]))
     text = f"in update {step} the gradients are the sum over all ranks"
+    if is_single_process_gradient(case, step):
+        return ok(f"{text}, and those of one process")
     advice = SUMMED
     if case.asked("register_comm_hook"):
         advice = ("a communication hook takes the place of DDP's average: "
