@@ -643,6 +643,16 @@ def test_what_is_done_in_another_way_is_not_refused(answers, change, says):
     assert any(finding.text.startswith(says) for finding in found), found
 
 
+def test_a_loss_that_follows_from_weights_that_differ(answers):
+    """Those of one rank are others after the update before."""
+    found = answers(RIGHT, together(
+        on(1, update=0, weights=times(1.1)),
+        on_all(update=1, losses=lambda losses: [2 * losses[0]])))
+    finding = found["losses, gradients and weights are those of one process"]
+    assert finding.text.startswith("in update 1 the mean loss is"), finding
+    assert "it follows from the weights after update 0" in str(finding.hint)
+
+
 @pytest.mark.parametrize(("update", "verdict"), [(0, None), (2, "FAIL")])
 def test_a_sum_that_is_one_processs_gradient_is_right(
         answers, update, verdict):

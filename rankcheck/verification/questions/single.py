@@ -128,6 +128,9 @@ def locate(case, error, step, pairs, of_each):
                 " script does around optimizer.step(), depend on the number of"
                 " processes?")
     if step:
+        if put_together(pairs[step - 1][0], "weights").apart:
+            return (f"it follows from the weights after update {step - 1}, "
+                    "which are not the same on all ranks")
         before = weight_error(case, *pairs[step - 1], step - 1, of_each)
         if before and not before[0] <= before[1]:
             return f"it follows from the weights after update {step - 1}"
