@@ -944,6 +944,17 @@ def test_what_is_gathered_or_sent_is_no_reduction(recorded):
                           "own")
 
 
+def test_a_sharded_parameter_has_no_gradient_before_it_is_reduced(recorded):
+    """However it was sent: the script did nothing of its own."""
+    trials = recorded(RIGHT)
+    together(on_all(reduced=0, gradients=sharded),
+             seen(0, asked=lambda log: [*log, ("fully_shard", True)]))(trials)
+    found, = questions.together.reductions(
+        Comparison(None, trials[1, ""], trials[2, ""]))
+    assert found.text == ("gradients are reduced by fully_shard; how often was"
+                          " not seen")
+
+
 def test_each_question_is_answered_with_a_no():
     titles = DRAWN, "a resume", *(title for *_, title, _ in CASES)
     assert not [question.title for question in QUESTIONS

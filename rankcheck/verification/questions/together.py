@@ -156,8 +156,14 @@ def how_often(case: Comparison, mine: list[dict], elements: list[int],
         otherwise: whether they are equal without a reduction that was seen.
     """
     if otherwise:
-        return [ok("gradients are made equal in a way of the script's own",
-                   proves=REDUCED)]
+        words = "gradients are made equal in a way of the script's own"
+        if case.asked("fully_shard") and not any(
+                update["gradients"]["plain"] for updates in case.updates
+                for update in updates):
+            # a sharded parameter has no gradient before that
+            words = ("gradients are reduced by fully_shard; how often was not "
+                     "seen")
+        return [ok(words, proves=REDUCED)]
     turns: list[Turn] = []
     for step, update in enumerate(mine):
         if not step or update["optimizer"] <= mine[step - 1]["optimizer"]:
