@@ -263,7 +263,7 @@ def test_bash_instead_of_sbatch(slurm, name):
         assert dry.endswith(f"{shlex.join(given)}\n"), dry
 
 
-@pytest.mark.parametrize("shell", ["dash", "zsh", "ksh"])
+@pytest.mark.parametrize("shell", ["dash", "zsh"])
 def test_another_shell_instead_of_sbatch(slurm, shell):
     needs(shell)
     file = slurm.repo / "batchfiles" / "batch-std.sh"
