@@ -80,19 +80,17 @@ def samples(case):
         updates[0]["optimizer"] for updates in case.updates})]
     readings = [one for one in readings if any(step.rows for step
                                                in one.steps)]
-    return [first_problem(at_once(one, len(sets[0][0]), case.size)
-                          for one in readings),
-            *first_problem(again(one) for one in readings),
+    each = len(sets[0][0])
+    return [*worst([at_once(one, each, case.size) for one in readings]),
+            *worst([again(one) for one in readings]),
             *size_of_minibatch(case), *shares(case), *given_away(case)]
 
 
-def first_problem(answers):
-    """Return the first answer that is not ok, else the first."""
-    answers = [*answers]
-    for answer in answers:
-        if answer and getattr(answer, "verdict", "warn") != "ok":
-            return answer
-    return answers[0]
+def worst(answers: list[Finding | None]) -> list[Finding]:
+    """Return the first answer that is not ok, else the first; none of none."""
+    known = [answer for answer in answers if answer is not None]
+    bad = [answer for answer in known if answer.verdict != "ok"]
+    return (bad or known)[:1]
 
 
 def read_by(case: Comparison, number: int) -> Reading:
@@ -180,7 +178,7 @@ def at_once(reading: Reading, each: int, size: int) -> Finding:
     return ok(f"in each update the ranks read different samples ({each} each)")
 
 
-def again(reading: Reading) -> list[Finding]:
+def again(reading: Reading) -> Finding | None:
     """Answer whether samples of an earlier step are read once more.
 
     Of one process as many samples are looked at. It is a mistake if each step
@@ -199,13 +197,13 @@ def again(reading: Reading) -> list[Finding]:
     counts = count_again(steps)
     steady = len(counts) > 1 and len(set(counts)) == 1
     if single and mine > before + 0.05 and steady:
-        return [fail(words, "each step has to begin where all ranks together "
-                     "ended the last one")]
+        return fail(words, "each step has to begin where all ranks together "
+                    "ended the last one")
     if mine <= 0.05:
-        return []
-    return [warn(words, "right if the dataset is that small, or samples are "
-                 "drawn with replacement; or does each worker of the "
-                 "DataLoader read all?")]
+        return None
+    return warn(words, "right if the dataset is that small, or samples are "
+                "drawn with replacement; or does each worker of the "
+                "DataLoader read all?")
 
 
 def repeats_beyond_one_process(reading: Reading) -> int:
