@@ -46,7 +46,7 @@ for group in (first, second)[::1 - 2 * rank]:
 @pytest.mark.whole
 @pytest.mark.parametrize("name", HANGS)
 def test_what_can_never_go_on(name, tmp_path, capsys):
-    assert not verified(tmp_path, HANGS[name])
+    assert verified(tmp_path, HANGS[name]).status == 1
     said = capsys.readouterr().out
     assert any(words in said for words in (
         "it hangs: rank 0 ", "the ranks part ways: ", "ended with an error"))
@@ -57,7 +57,7 @@ def test_what_can_never_go_on(name, tmp_path, capsys):
     "time.sleep(9)", "if rank: time.sleep(9)\ndist.all_reduce(one)",
     "dist.all_reduce(one, group=first)\nif rank: time.sleep(9)"])
 def test_what_only_waits(wait, tmp_path, capsys):
-    assert verified(tmp_path, wait)
+    assert verified(tmp_path, wait).ok
     assert "0 wrong" in capsys.readouterr().out
 
 
