@@ -173,7 +173,7 @@ def update(**other):
 
 
 CASE = comparison.Comparison(None, None, trial(
-    Rank(0, "", ""), shapes={"0.0": (2,), "0.1": (2,)}))
+    Rank(0, "", ""), model={}, shapes={"0.0": (2,), "0.1": (2,)}))
 ASKED = {
     "before": lambda good, back: resume.weights([], good, back),
     "kept": lambda good, back: resume.kept(CASE, good, back),
