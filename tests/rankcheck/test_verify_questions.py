@@ -519,6 +519,27 @@ def test_what_an_own_error_leaves(recorded):
     assert made.findings and not made.uncompared
 
 
+def test_an_average_follows_weights_that_differ(answers):
+    """As those of a model with BatchNorm: the average is not to blame."""
+    found = answers(RIGHT, together(
+        average_of_each_microbatch, seen(0, batchnorm=True),
+        on_all(update=3, weights=times(1.3))))
+    assert not any(title.startswith("averages of") for title in found), found
+
+
+def test_a_parameter_of_one_number_may_be_a_part(answers):
+    def scalar(trials):
+        for rank in (0, 1):
+            of_rank = trials[2, ""].seen[rank]
+            of_rank["shapes"]["Sequential:0.bias"] = ()
+            first = of_rank["updates"][0]
+            kept = whole_here(first["before"])
+            kept["Sequential:0.bias"] = kept["Sequential:0.bias"][rank]
+            first["before"] = describe(kept.items())
+
+    assert answers(RIGHT, scalar)  # and no error of its own
+
+
 def backward(log, weights, microbatches=1):
     """What the probes note of backward passes."""
     for _ in range(microbatches):

@@ -114,7 +114,8 @@ def parts(case: Comparison) -> list[Finding]:
     values: dict[str, set[bytes]] = {}
     for seen in case.together.seen:
         for name, tensor in first_weights(seen):
-            if name in case.split and not (tensor == tensor[:1]).all():
+            numbers = tensor.flatten()  # one number may be a parameter
+            if name in case.split and not (numbers == numbers[:1]).all():
                 values.setdefault(name, set()).add(as_bytes(tensor))
     shapes = case.together.seen[0]["shapes"]
     twins = [name for name, different in values.items()

@@ -16,6 +16,7 @@ from rankcheck.verification.comparison import (
     off,
     question,
 )
+from rankcheck.verification.questions.single import weight_error
 
 REMEDIES = {
     "hydra": "hydra.run.dir=... with the rank in it, or "
@@ -47,6 +48,11 @@ def averages(case: Comparison) -> list[Finding]:
     """
     if not case.alone or case.apart or case.later or case.still or case.split:
         return []
+    made = min(len(case.updates), len(case.single))
+    last = made and weight_error(case, case.updates[made - 1],
+                                 [case.single[made - 1]], made - 1, (1,))
+    if last and not last[0] <= last[1]:
+        return []  # the copies follow weights that differ, as by BatchNorm
     begin = {}
     for name, tensor in first_weights(case.alone.seen[0]):
         begin[name.partition(":")[2]] = tensor
