@@ -117,6 +117,7 @@ def join(env=os.environ):
         torch.accelerator.set_device_index(device)
     backend = dist.get_default_backend_for_device(device or "cpu")
     dist.init_process_group(backend, device_id=device)
+    dist.barrier()  # one that ends now, for a wrong flag, disturbs none
     return device or torch.device("cpu")
 
 

@@ -204,6 +204,7 @@ def make_start(home, name, after=(), **changes):
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     monkeypatch.setattr(start, "STARTS", tmp_path)
+    monkeypatch.setattr(start, "name_session", lambda: SHELL)
     monkeypatch.delenv("RANKCHECK_WHY", raising=False)
     return tmp_path
 
@@ -212,6 +213,7 @@ def find_names(env=()):
     return [Path(one.folder).name for one in start.find_last(dict(env))]
 
 
+SHELL = "the shell that asks"
 LIVES = {"pid": os.getpid(), "ticks": proc.read_ticks("self")}
 
 
@@ -225,6 +227,14 @@ def test_the_last_start_is_known_without_names_and_clocks(home):
     assert find_names() == ["m"]
 
 
+def test_each_shell_has_a_name():
+    ask = [sys.executable, "-c",
+           "from rankcheck.why import start; print(start.name_session())"]
+    other = subprocess.run(ask, start_new_session=True, text=True,
+                           capture_output=True, check=True).stdout.strip()
+    assert other not in ("", start.name_session())
+
+
 @pytest.mark.parametrize(("first", "second", "meant"), [
     # neither knows of the other: at once, or on hosts that share a home
     ({}, {"after": []}, ["a", "b"]),
@@ -234,8 +244,8 @@ def test_the_last_start_is_known_without_names_and_clocks(home):
     # the one before runs, and of the other nobody knows
     (LIVES, {"host": "node2", "space": "other"}, ["a", "b"]),
     # a shared account: somebody else's is newer than this shell's own
-    ({"session": start.name_session()}, {}, ["a", "b"]),
-    ({}, {"session": start.name_session()}, ["b"])])
+    ({"session": SHELL}, {}, ["a", "b"]),
+    ({}, {"session": SHELL}, ["b"])])
 def test_starts_of_which_each_may_be_meant(first, second, meant, home):
     make_start(home, "a", **first)
     make_start(home, "b", **{"after": ["a"], **second})

@@ -229,26 +229,27 @@ def test_the_doctor_as_a_job(clone, tmp_path):
 @pytest.mark.whole
 @pytest.mark.parametrize(("variables", "words"), [
     ({"nodes": "nowhere.invalid\n"}, "names nowhere.invalid, which is no "),
-    ({"PBS_NODEFILE": "/nowhere"}, "submit it with qsub"),
+    ({"PBS_NODEFILE": "/proc/nowhere"}, "submit it with qsub"),
     ({"PBS_O_WORKDIR": ""}, "submit this file with qsub"),
-    ({"PBS_O_WORKDIR": "/nowhere"}, "/nowhere/batchfiles/pbs/job.sh"),
+    ({"PBS_O_WORKDIR": "/proc/nowhere"},
+     "/proc/nowhere/batchfiles/pbs/job.sh"),
     ({"stage": ""}, "name a stage, as in qsub -v STAGE=ddp"),
-    ({"WORKSHOP_DATA": "/nowhere"}, "fix site.sh"),
+    ({"WORKSHOP_DATA": "/proc/nowhere"}, "fix site.sh"),
     ({"SITE": "exit"}, "site.sh calls exit, which ends the job: use return"),
     ({"PBS_ENVIRONMENT": "PBS_INTERACTIVE", "FLAGS": "--preset tiny"},
      "with: python -m workshop launch ddp -- --preset tiny"),
     ({"SITE": "false"}, "a command in"),
-    ({"SITE": "run=/nowhere root=/nowhere flags=(x) batchfiles=/nowhere\n"
-      "STAGE=tp; fail() { :; }; train() { :; }; IFS=:", "mpiexec": "exit 1"},
+    ({"SITE": "run=/x root=/x flags=(x) batchfiles=/x; STAGE=tp\n"
+      " fail() { :; }; train() { :; }; IFS=:", "mpiexec": "exit 1"},
      "stopped and not continued: no further step was saved"),
     ({"FLAGS": "--run-dir mine"}, "run's folder: -v WORKSHOP_RUN=DIR"),
-    ({"WORKSHOP_RUN": "/nowhere", "mpiexec": "exit 1"},
+    ({"mpiexec": "exit 1"},
      "stopped and not continued: no further step was saved"),
     ({"mpiexec": "mkdir -p $WORKSHOP_RUN/checkpoints; touch $WORKSHOP_RUN/"
       "checkpoints/step_00000009.pt; exit 1"},  # as another job does
      "stopped and not continued: no further step was saved"),
     # as qdel does: the job's shell gets the signal, too
-    ({"WORKSHOP_RUN": "/nowhere", "mpiexec": "kill $PPID; sleep 1; exit 1"},
+    ({"mpiexec": "kill $PPID; sleep 1; exit 1"},
      "ended by qdel, or by PBS at the time limit; go on after 0 steps")])
 def test_what_is_wrong_is_one_line(clone, tmp_path, variables, words):
     if "mpiexec" in variables:

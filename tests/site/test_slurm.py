@@ -146,8 +146,9 @@ def test_a_job_from_a_shell_without_activate(slurm):
     ("exit", "site.sh calls exit, .*: use return"),
     ("WORKSHOP_VENV=", r"\.venv is not up to date, and a job installs nothing"
      r": run `source .*/my\\ clone/activate\.sh`"),
-    ("export WORKSHOP_DATA=/nowhere", "/nowhere, .* not exist: fix site"),
-    ("readonly run=/nowhere", "site.sh makes run read-only, .* rename it"),
+    ("export WORKSHOP_DATA=/proc/nowhere",
+     "/proc/nowhere, .* not exist: fix site"),
+    ("readonly run=/x", "site.sh makes run read-only, .* rename it"),
     ("kill -USR1 $$", "no time is left to train: .* longer --time"),  # SLURM's
 ])
 def test_a_site_that_is_wrong(slurm, line, reason):
@@ -168,11 +169,11 @@ set -euo pipefail
 set -o noclobber
 shopt -s expand_aliases nocasematch
 alias srun='srun --label' grep='grep --color=always'
-IFS=: run=/nowhere job=77
+IFS=: run=/x job=77
 echo Welcome
 """
 NAMES = """\
-run=/nowhere job=77 flags=(--seed 5) gpus=9 tasks=7 element=_9 before=9
+run=/x job=77 flags=(--seed 5) gpus=9 tasks=7 element=_9 before=9
 export processes=3 cores=2 after=9
 fail() { :; }; train() { :; }; stage() { :; }; end_job() { :; }
 cd() { builtin cd "$@" && ls; }

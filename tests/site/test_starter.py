@@ -86,8 +86,8 @@ def test_with_fsdp(fsdp, alone, tmp_path):
 def test_a_signal_to_its_workers_too_saves(tmp_path):
     """SLURM sends it to all processes of a job. The last words are seen."""
     run, script = tmp_path / "run", edited(tmp_path, "starter", (
-        "    dist.barrier()", "    print('the last words')\n"
-        "    dist.barrier()"))
+        "    dist.barrier()  # who", "    print('the last words')\n"
+        "    dist.barrier()  # who"))
     process = subprocess.Popen(
         [sys.executable, script, "--run-dir", run, "--fp32", "--workers", "2",
          "--max-steps", "100000"], start_new_session=True, text=True,
