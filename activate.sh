@@ -32,6 +32,7 @@ _workshop_activate() {
     # site.sh has variables of its own: these names are none of them
     local _workshop_root="$1" _workshop_code=code _workshop_failed=
     local _workshop_venv _workshop_entries _workshop_hook _workshop_option
+    local _workshop_source
     local _workshop_options="${SHELLOPTS-}"
     # what site.sh makes of it would stay in your shell; zsh's has a NUL, too
     local IFS=$' \t\n'
@@ -85,10 +86,12 @@ _workshop_activate() {
     # shared environment. Old entries are removed: they would pile up, and an
     # earlier version had the hook of `why` there, which only jobs need.
     _workshop_hook=$_workshop_root/rankcheck/why/hook
+    _workshop_source=$_workshop_root/rankcheck/src
     _workshop_entries=":${PYTHONPATH:+$PYTHONPATH:}"
     _workshop_entries=${_workshop_entries//":$_workshop_root:"/:}
+    _workshop_entries=${_workshop_entries//":$_workshop_source:"/:}
     _workshop_entries=${_workshop_entries//":$_workshop_hook:"/:}
-    _workshop_entries=$_workshop_root:${_workshop_entries#:}
+    _workshop_entries=$_workshop_root:$_workshop_source:${_workshop_entries#:}
     export PYTHONPATH="${_workshop_entries%:}"
     export WORKSHOP="$_workshop_root" # the batch files' jobs find it by this
     # torchrun's shared store gives a restarted group the addresses of the

@@ -283,7 +283,7 @@ export SRUN_CPUS_PER_TASK=$((processes * cores))
 # PYTHONPATH each rank writes there. PyTorch's record keeps 2,000 collectives.
 RANKCHECK_WHY=$run/why/$_job_id-${SLURM_RESTART_COUNT-0}
 # An empty entry of it would be the working directory
-PYTHONPATH=$WORKSHOP/rankcheck/why/hook${PYTHONPATH:+:$PYTHONPATH}
+PYTHONPATH=$WORKSHOP/rankcheck/src/rankcheck/system/hook${PYTHONPATH:+:$PYTHONPATH}
 export RANKCHECK_WHY PYTHONPATH
 export TORCH_FR_BUFFER_SIZE=2000 NCCL_DEBUG=${NCCL_DEBUG-WARN}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from backstage.errors import require, run_main
 from backstage.files import show_path, write_atomically
-from workshop.lesson.diff import differences
+from workshop.diff.diff import differences
 from workshop.stages import FIRST, STAGES
 
 NAME = re.compile(r'(?<=\bRun\(")\w*')  # what a script calls its runs

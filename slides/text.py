@@ -22,8 +22,8 @@ from backstage.errors import require
 from backstage.flops import PEAKS, flops_per_token, num_parameters
 from notebooks.experiments import sharding
 from slides import figures, schedules
-from workshop.lesson import render
-from workshop.lesson.diff import Diff, differences, load_lesson
+from workshop.diff import render
+from workshop.diff.diff import Diff, differences, load_lesson
 from workshop.results import arithmetic, runs
 from workshop.stages import FIRST, LESSONS, STAGES
 

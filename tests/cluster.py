@@ -21,7 +21,7 @@ from conftest import (
 from stages import Result, make_dataset
 
 from backstage import ROOT
-from rankcheck.launch.ranks import Rank
+from rankcheck.engine.ranks import Rank
 
 LAB = ROOT / "tests" / "slurm" / "lab.sh"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -199,7 +199,7 @@ def holding(file, text):
 def clone_course(clone):
     """Make a clone that submits jobs; it takes its dataset to be there."""
     copy_course(clone, *ENVIRONMENT, "backstage", "batchfiles", "code",
-                "notebooks", "solutions", "workshop")
+                "notebooks", "rankcheck", "solutions", "workshop")
     (clone / "fineweb" / "demo").mkdir()
     (clone / "fineweb" / "demo" / "manifest.json").touch()
 

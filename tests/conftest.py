@@ -22,6 +22,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from backstage import ROOT
+from workshop import SOURCES
+
+CLONE_PATH = os.pathsep.join(SOURCES)  # as activate.sh sets PYTHONPATH
 
 # Python keeps what it has compiled, also where a container's image says not
 # to: else each process would compile torch's modules anew, for seconds.
@@ -144,8 +147,8 @@ def pytest_terminal_summary(terminalreporter, config):
 def pytest_sessionfinish(session):
     """No test may leave a process or a file behind."""
     end, left = time.monotonic() + 20, []
-    if "rankcheck.launch.fork_server" in sys.modules:
-        sys.modules["rankcheck.launch.fork_server"].end_all()
+    if "rankcheck.engine.fork_server" in sys.modules:
+        sys.modules["rankcheck.engine.fork_server"].end_all()
     if is_worker(session.config):
         return
     while (left := list(left_behind())) and time.monotonic() < end:
@@ -416,7 +419,7 @@ def lab(tmp_path):
     root: the folder that it shows, and where a command runs. all_cells: it
     draws not only those in sight.
     """
-    from rankcheck.launch import ranks
+    from rankcheck.engine import ranks
 
     servers = []
 

@@ -22,11 +22,11 @@ from torch.optim.optimizer import (
 
 from backstage import ROOT, dataset
 from backstage.run import Run
-from rankcheck.launch.ranks import Launch
-from rankcheck.probes.collectives import Collectives
-from rankcheck.probes.recorder import replace
+from rankcheck.engine.ranks import Launch
+from rankcheck.record.collectives import Collectives
+from rankcheck.record.recorder import replace
+from workshop.diff import documents
 from workshop.jobs.mpirun import OPEN_MPI, Mpirun, launcher_of
-from workshop.lesson import documents
 from workshop.stages import STAGES, modules_of
 from workshop.vocabulary import save_vocabulary
 
@@ -67,7 +67,7 @@ class Result:
     """What a run of a stage left behind."""
 
     folder: Path
-    ranks: list  # of rankcheck.launch.ranks.Rank
+    ranks: list  # of rankcheck.engine.ranks.Rank
 
     @property
     def status(self):

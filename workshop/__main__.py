@@ -5,7 +5,8 @@ import traceback
 
 from backstage.errors import UserError, run_main
 from backstage.files import reason
-from rankcheck import __main__, command_line
+from rankcheck import __main__
+from rankcheck.system import command_line
 
 # The commands as they come in a day: see command_line.parse
 COMMANDS = {
@@ -14,17 +15,17 @@ COMMANDS = {
             "workshop.notebook.lab",
             "Open JupyterLab with your script and a lesson side by side."),
         "diff": (
-            "workshop.lesson.command:diff",
+            "workshop.diff.command:diff",
             "Show what is left to change in your script, and why."),
         "check": (
             "workshop.check.command",
             "Run your script as 1, 2 and more processes, and compare with the "
             "single-device stage."),
         "apply": (
-            "workshop.lesson.command:apply",
+            "workshop.diff.command:apply",
             "Make changes of the lesson for you; your version is kept."),
         "reset": (
-            "workshop.lesson.command:reset",
+            "workshop.diff.command:reset",
             "Put a stage's finished script in place of yours; your version is "
             "kept.")},
     "a job": {
@@ -43,26 +44,26 @@ COMMANDS = {
             "Say where the time of a step goes on each rank, from the traces "
             "that --profile N has recorded.")},
     "any script, and your own": __main__.COMMANDS | {
-        "why": ("workshop.results.speed", __main__.COMMANDS["why"][1])},
+        "why": ("workshop.why", __main__.COMMANDS["why"][1])},
     "the instructor": {
         "answers": (
-            "workshop.lesson.answers",
+            "workshop.instructor.answers",
             "Print the answers to the questions of a lesson, or of all."),
         "class": (
-            "workshop.classroom",
+            "workshop.instructor.classroom",
             "Show how far those are who take part, on a page that updates "
             "itself."),
         "update": (
-            "workshop.update",
+            "workshop.instructor.update",
             "Bring this clone to the newest state of the course; what you "
             "edited is kept.")}}
 HIDDEN = {
-    "": ("workshop.lesson.command:journey", "Say what comes next."),
+    "": ("workshop.diff.command:journey", "Say what comes next."),
     "dev": ("workshop.dev", "For those who change the course: check that the "
             "parts of each lesson fit together."),
     # what the batch files call
     "script": (
-        "workshop.lesson.command:script",
+        "workshop.diff.command:script",
         "Name the script that a batch file trains with: yours if it has "
         "passed the check."),
     "progress": (

@@ -1,7 +1,7 @@
 """What a check, or verify, has answered so far: a table, and the findings.
 
 It is made of events, in the program itself or in a notebook. Beside those of
-`rankcheck.report` a check has
+`rankcheck.engine.report` a check has
 
     columns   [name, ...] of the trials, before the first of them
     about     what these names mean, if they do not say it
@@ -25,7 +25,7 @@ import json
 import os
 import textwrap
 
-from rankcheck import report
+from rankcheck.engine import report
 from workshop.html import (
     TERMINAL_BLUE,
     TERMINAL_ORANGE,

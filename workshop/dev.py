@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from backstage import ROOT
 from backstage.errors import UserError, require
-from workshop.lesson import documents
-from workshop.lesson.diff import Diff, load_lesson
+from workshop.diff import documents
+from workshop.diff.diff import Diff, load_lesson
 from workshop.stages import STAGES, Stage, find
 
 
@@ -109,7 +109,7 @@ def check_lesson(stage: Stage) -> Iterator[Problem]:
     """Yield a problem unless the lesson leads from one solution to the next.
     """
     fix = ("each difference between the two solutions belongs to one change: "
-           "correct the anchors, see workshop/lesson/documents.py")
+           "correct the anchors, see workshop/diff/documents.py")
     path = stage.lesson.relative_to(ROOT)
     try:
         changes = documents.load(stage.name)

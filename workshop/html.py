@@ -7,7 +7,7 @@ import html
 import os
 import re
 
-from rankcheck.errors import read_regular
+from rankcheck.system.errors import read_regular
 
 # They differ for every eye
 BLUE, ORANGE = "33, 102, 192", "207, 112, 0"

@@ -62,7 +62,7 @@ export MASTER_ADDR MASTER_PORT
 # PYTHONPATH each rank writes there. PyTorch's record keeps 2,000 collectives.
 RANKCHECK_WHY=$run/why/${PBS_JOBID%%.*}
 # An empty entry of it would be the working directory
-PYTHONPATH=$root/rankcheck/why/hook${PYTHONPATH:+:$PYTHONPATH}
+PYTHONPATH=$root/rankcheck/src/rankcheck/system/hook${PYTHONPATH:+:$PYTHONPATH}
 export RANKCHECK_WHY PYTHONPATH
 export TORCH_FR_BUFFER_SIZE=2000 NCCL_DEBUG=${NCCL_DEBUG-WARN}
 

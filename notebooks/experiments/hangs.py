@@ -19,7 +19,7 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import run_main
-from rankcheck.launch.ranks import Launch, Torchrun
+from rankcheck.engine.ranks import Launch, Torchrun
 from rankcheck.why import witness
 from workshop.jobs.mpirun import Mpirun
 

@@ -5,7 +5,7 @@ import importlib.util
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from rankcheck.probes.collectives import Collectives
+from rankcheck.record.collectives import Collectives
 from workshop.stages import find
 
 

@@ -4,7 +4,7 @@ import pytest
 from conftest import edit
 from verify_cases import read
 
-from rankcheck.errors import NotCompared, UserError
+from rankcheck.system.errors import NotCompared, UserError
 from rankcheck.verification import command
 
 FIRST = "for epoch in"  # before it, a rank may wait

@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import program
 
-from rankcheck import exits
-from rankcheck.findings import Finding, Line
-from rankcheck.launch.ranks import Rank
-from rankcheck.tensors import assemble, describe
+from rankcheck.engine import exits
+from rankcheck.engine.findings import Finding, Line
+from rankcheck.engine.ranks import Rank
+from rankcheck.record.tensors import assemble, describe
 from rankcheck.verification import comparison
 from rankcheck.verification.questions import resume
 from workshop.board import Terminal
@@ -19,7 +19,7 @@ from workshop.check.command import Check, Mistake, lines_as_in
 from workshop.check.plan import Mesh, StageTrial
 from workshop.check.questions import ask, model, process
 from workshop.check.questions.question import QUESTIONS, distance
-from workshop.lesson.diff import Diff
+from workshop.diff.diff import Diff
 from workshop.stages import STAGES
 
 NAN, INF = torch.nan, torch.inf

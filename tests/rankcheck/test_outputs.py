@@ -14,9 +14,9 @@ from torch import nn
 from torch.func import functional_call, grad
 from torch.utils.checkpoint import checkpoint
 
-from rankcheck.probes.outputs import Outputs, sketch, views
-from rankcheck.probes.recorder import Log
-from rankcheck.probes.training import hash_each
+from rankcheck.record.outputs import Outputs, sketch, views
+from rankcheck.record.recorder import Log
+from rankcheck.record.training import hash_each
 from rankcheck.verification.locate import (
     OutputComparison,
     compare_outputs,
@@ -303,6 +303,6 @@ def test_settings_are_those_of_each_group():
 def test_an_entry_can_be_read_again():
     entry = record(model_of(), [X])["outputs"]["entries"][0]
     fields = partial(map, lambda field: field.name)
-    from rankcheck.probes.outputs import Entry
+    from rankcheck.record.outputs import Entry
 
     assert set(entry) == set(fields(dataclasses.fields(Entry)))

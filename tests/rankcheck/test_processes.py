@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from cluster import wait_for
-from conftest import program
+from conftest import CLONE_PATH, program
 
-from backstage import ROOT
-from rankcheck.launch import ranks
+from rankcheck.engine import ranks
 
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 
@@ -55,7 +54,7 @@ def test_a_rank_whose_proxy_is_gone_says_nothing(tmp_path):
     rank = subprocess.Popen(
         [sys.executable, "-c", "from workshop.jobs import mpirun_proxy\n"
          "mpirun_proxy.meet('door')"], stderr=subprocess.PIPE, cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)})
+        env=os.environ | {"PYTHONPATH": CLONE_PATH})
     with socket.socket(socket.AF_UNIX) as proxy:
         wait_for(lambda: not proxy.connect_ex(f"{tmp_path}/door"), 60)
     assert rank.communicate() == (None, b"")

@@ -10,10 +10,10 @@ from conftest import edit
 from verify_cases import read
 
 import rankcheck
-from rankcheck.errors import InternalError
-from rankcheck.findings import Finding, Proof, Report, fail, ok, warn
-from rankcheck.probes import recorder
-from rankcheck.probes.recorder import is_own
+from rankcheck.engine.findings import Finding, Proof, Report, fail, ok, warn
+from rankcheck.record import recorder
+from rankcheck.record.recorder import is_own
+from rankcheck.system.errors import InternalError
 from rankcheck.verification import command, questions
 from rankcheck.verification.questions import REQUIRED, missing
 
@@ -126,7 +126,7 @@ def test_nothing_compared_is_status_2(script):
 
 def test_an_error_of_a_probe_is_no_failure_of_the_script(script, monkeypatch):
     monkeypatch.setattr(
-        "rankcheck.trial.Trial.asked", lambda trial, what, rank=0: [
+        "rankcheck.engine.trial.Trial.asked", lambda trial, what, rank=0: [
             "AttributeError: x (y.py, line 3)"] * (what == "internal error"))
     with pytest.raises(InternalError, match="rankcheck itself failed in rank "
                        "0 of 1: AttributeError"):

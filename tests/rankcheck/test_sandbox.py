@@ -11,14 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import edit
+from conftest import CLONE_PATH, edit
 from stages import number_of
 from verify_cases import read
 
-from backstage import ROOT
-from rankcheck.errors import UserError
-from rankcheck.launch import sandbox
-from rankcheck.launch.ranks import launch
+from rankcheck.engine import sandbox
+from rankcheck.engine.ranks import launch
+from rankcheck.system.errors import UserError
 from rankcheck.verification.command import verify
 from workshop.check.command import check
 from workshop.stages import STAGES
@@ -180,11 +179,11 @@ def test_what_it_is_printed_to_has_not_changed(tmp_path):
     with open(tmp_path / "log.txt", "w") as log:
         told = subprocess.run(
             [sys.executable, "-c", "import os\n"
-             "from rankcheck.launch.sandbox import Kept\nfiles = Kept()\n"
+             "from rankcheck.engine.sandbox import Kept\nfiles = Kept()\n"
              "print('more', flush=True)\n"
              "os.write(2, str(files.changed()).encode())"], stdout=log,
             stderr=subprocess.PIPE, cwd=tmp_path, text=True, check=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)}).stderr
+            env=os.environ | {"PYTHONPATH": CLONE_PATH}).stderr
     assert told == "[]"
 
 

@@ -16,7 +16,7 @@ from conftest import edit, link_package, needs
 from verify_cases import CASES, outcome, problem, read
 
 from backstage import ROOT
-from rankcheck.errors import UserError
+from rankcheck.system.errors import UserError
 from rankcheck.verification import program
 from rankcheck.verification.command import verify
 

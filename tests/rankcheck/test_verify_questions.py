@@ -26,13 +26,13 @@ from torch.nn.utils import clip_grad
 from verify_cases import CASES as SCRIPTS
 from verify_cases import outcome
 
-from rankcheck.launch.ranks import Rank
-from rankcheck.probes.recorder import Log
-from rankcheck.probes.rows import Rows, persistent_buffers
-from rankcheck.probes.torch_api import batchnorm, clipping, targets
-from rankcheck.probes.training import Modules
-from rankcheck.tensors import describe, whole_here
-from rankcheck.trial import Trial
+from rankcheck.engine.ranks import Rank
+from rankcheck.engine.trial import Trial
+from rankcheck.record.recorder import Log
+from rankcheck.record.rows import Rows, persistent_buffers
+from rankcheck.record.tensors import describe, whole_here
+from rankcheck.record.torch_api import batchnorm, clipping, targets
+from rankcheck.record.training import Modules
 from rankcheck.verification import command, questions
 from rankcheck.verification.comparison import Comparison
 from rankcheck.verification.questions import QUESTIONS

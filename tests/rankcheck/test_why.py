@@ -19,31 +19,23 @@ import pytest
 import torch.distributed  # noqa: F401 the witness looks there
 import why_cases
 from cluster import wait_for
-from conftest import edit, needs, program, python
+from conftest import CLONE_PATH, edit, needs, program, python
 
 from backstage import ROOT
 from notebooks.experiments import hangs
-from rankcheck.errors import UserError
-from rankcheck.launch.ranks import Launch, free_port
-from rankcheck.why import (
-    calls,
-    command,
-    evidence,
-    jobs,
-    launchers,
-    proc,
-    start,
-    witness,
-)
+from rankcheck.engine.ranks import Launch, free_port
+from rankcheck.system import launchers, proc
+from rankcheck.system.errors import UserError
+from rankcheck.system.hook import HOOK
+from rankcheck.system.sources import Sources, find_callee
+from rankcheck.why import calls, command, evidence, jobs, start, witness
 from rankcheck.why.calls import find_line
 from rankcheck.why.evidence import collect
 from rankcheck.why.judge import RULES, find_last, judge
 from rankcheck.why.ranks import Rank
 from rankcheck.why.seen import describe
-from rankcheck.why.sources import Sources, find_callee
-from rankcheck.why.start import HOOK
 from rankcheck.why.witness import MARK
-from workshop.results import speed
+from workshop import why as speed
 
 
 def answer(folder):
@@ -208,7 +200,7 @@ def test_a_sound_run_is_no_alarm(tmp_path, capsys, monkeypatch):
 def run_watched(folder, text, *words, **variables):
     """Run this as a rank, with the hook; its status, and what it leaves."""
     script = program(folder / "script.py", text)
-    hook = os.pathsep.join([str(HOOK), str(ROOT)])
+    hook = f"{HOOK}:{CLONE_PATH}"
     end = python(folder, *words, script, PYTHONPATH=hook, **{
         "RANKCHECK_WHY": "why", **variables})
     return end.returncode, [json.loads(file.read_text()) for file in
@@ -359,8 +351,8 @@ def test_a_process_in_a_container():
 
 
 @pytest.mark.parametrize("start", [
-    f"PYTHONPATH={HOOK}:{ROOT} RANKCHECK_WHY=$PWD/why-$$ exec",
-    f"PYTHONPATH={ROOT} RANKCHECK_WHY=$PWD/why-mine exec "
+    f"PYTHONPATH={HOOK}:{CLONE_PATH} RANKCHECK_WHY=$PWD/why-$$ exec",
+    f"PYTHONPATH={CLONE_PATH} RANKCHECK_WHY=$PWD/why-mine exec "
     f"{sys.executable} -m rankcheck why run --"])
 def test_a_process_that_is_no_rank(start, tmp_path):
     """As `why run -- python train.py` starts it: what it starts may be."""
@@ -525,7 +517,7 @@ dist.barrier()
 print(read_record(True)[-1]["line"][1:])
 print("torch._inductor" in sys.modules, torch._inductor.__name__)
 """)
-    ended = python(tmp_path, script, PYTHONPATH=str(ROOT),
+    ended = python(tmp_path, script, PYTHONPATH=CLONE_PATH,
                    TORCH_FR_BUFFER_SIZE="9")
     assert ended.stdout == (
         f"[9, '<module>']\n{imports} torch._inductor\n"), ended.stderr
@@ -533,7 +525,7 @@ print("torch._inductor" in sys.modules, torch._inductor.__name__)
 
 HOOKED = """\
 import sys
-print(len([path for path in sys.path if path.endswith("/why/hook")]))
+print(len([path for path in sys.path if path.endswith("/system/hook")]))
 try:
     import sitecustomize
     print(sitecustomize.SITE)
@@ -556,14 +548,15 @@ def test_a_sites_own_hook_stays_what_it_is(interpreter, place, tmp_path):
     """Also beside another clone's, and in any Python that a job calls: the
     hook's folder is not even in its path.
     """
-    far, site = tmp_path / "rankcheck" / "why", tmp_path / place
-    shutil.copytree(HOOK.parent, far)
+    far, site = tmp_path / "rankcheck", tmp_path / place
+    shutil.copytree(HOOK.parents[1], far)
     site.mkdir()
     if place != "none":
         program(site / "sitecustomize.py", "SITE = 'X'\nprint('runs')\n")
     program(site / "usercustomize.py", "USER = 'Y'\n")
     script = program(tmp_path / "script.py", HOOKED)
-    for hooks in ((HOOK, far / "hook"), (far / "hook", HOOK)):
+    copy = far / "system" / "hook"
+    for hooks in ((HOOK, copy), (copy, HOOK)):
         done = subprocess.run(
             [interpreter, "-W", "error", script], text=True, cwd=tmp_path,
             capture_output=True, env={
@@ -777,7 +770,7 @@ if __name__ == "__main__":
              "--nproc-per-node=2"] * (launcher == "torchrun")
     folder = tmp_path / "why"
     python(tmp_path, *start, script, RANKCHECK_WHY=str(folder),
-           PYTHONPATH=os.pathsep.join([str(HOOK), str(ROOT)]))
+           PYTHONPATH=f"{HOOK}:{CLONE_PATH}")
     found = answer(folder)
     assert (found.kind, words in found.text) == (fault, True), found.text
 
@@ -1096,7 +1089,7 @@ for text in b"one ", b"two":
 
 def test_a_start_without_a_rank(tmp_path):
     """`why` alone speaks of it, and of what its launcher has printed."""
-    home = {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    home = {"HOME": str(tmp_path), "PYTHONPATH": CLONE_PATH}
     log = tmp_path / "log"
     with log.open("w") as file:
         subprocess.run(

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from cluster import wait_for
-from conftest import program
+from conftest import CLONE_PATH, program
 
 from backstage import ROOT
-from rankcheck.why import answer, evidence, hang, proc, witness
+from rankcheck.system import proc
+from rankcheck.system.hook import HOOK
+from rankcheck.why import answer, evidence, hang, witness
 from rankcheck.why.ranks import Rank
-from rankcheck.why.start import HOOK
 
 EVIDENCE = Path(__file__).with_name("why_evidence")
 FIELDS = {"schema", "status", "error", "folder", "command", "kind", "verdict",
@@ -106,7 +107,7 @@ def ask(folder, *words, home):
     done = subprocess.run(
         [sys.executable, "-m", "rankcheck", "why", *map(str, words)],
         cwd=folder, capture_output=True, text=True, env={
-            **os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT)})
+            **os.environ, "HOME": str(home), "PYTHONPATH": CLONE_PATH})
     return done.returncode, done.stdout, done.stderr
 
 
@@ -169,7 +170,7 @@ def start_job(folder, command, work, seconds):
              script], cwd=folder, stdout=log, stderr=log,
             pass_fds=[log.fileno()], env={
                  **os.environ, "HOME": str(folder), "RANK": "0",
-                 "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)})
+                 "WORLD_SIZE": "1", "PYTHONPATH": CLONE_PATH})
 
 
 def test_a_command_when_a_job_hangs(tmp_path):
@@ -177,7 +178,8 @@ def test_a_command_when_a_job_hangs(tmp_path):
     it is left.
     """
     command = (f"echo {{}} $RANKCHECK_FOLDER >>{tmp_path}/said; "
-               f"env | grep -c 'why/hook\\|RANKCHECK_WHY' >>{tmp_path}/said")
+               "env | grep -c 'system/hook\\|RANKCHECK_WHY' "
+               f">>{tmp_path}/said")
     job = start_job(tmp_path, command, "", 21)
     try:
         wait_for(lambda: find_watchers(tmp_path), 60)
@@ -298,7 +300,7 @@ def test_two_starts_at_once_in_one_folder(tmp_path):
                 stderr=log, env={
                     **os.environ, "HOME": str(tmp_path), "RANK": "0",
                     "MASTER_PORT": f"2950{number}", "WORLD_SIZE": "1",
-                    "PYTHONPATH": str(ROOT), "RANKCHECK_WHY": "why"}))
+                    "PYTHONPATH": CLONE_PATH, "RANKCHECK_WHY": "why"}))
     assert [job.wait(60) for job in jobs] == [1, 1]
     status, out, _ = ask(tmp_path, "why", home=tmp_path)
     assert status == 1 and out.startswith("2 jobs were started here, 0 of")

@@ -106,7 +106,7 @@ def test_again_it_changes_nothing_and_leaves_the_shell_as_it_was(
     assert (desk / ".venv/workshop-base").stat().st_mtime_ns == made
     bin_ = f"{desk / '.venv/bin'}:"
     assert re.search(r"^PYTHONPATH=(.*)", out, re.M)[1] == (
-        f"{desk}:/else where")
+        f"{desk}:{desk}/rankcheck/src:/else where")
     for name in ("PATH", "INNER"):
         assert re.search(f"^{name}=(.*)", out, re.M)[1].count(bin_) == 1
     before, after = (re.search(f"^{name}=(.*)", out, re.M)

@@ -17,7 +17,7 @@ from conftest import needs, program
 
 from backstage import ROOT
 from backstage.errors import UserError
-from rankcheck.launch.ranks import launch
+from rankcheck.engine.ranks import launch
 
 import turns
 

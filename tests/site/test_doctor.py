@@ -22,8 +22,8 @@ from stages import BYTES, write_shards
 
 from backstage import dataset
 from backstage.errors import UserError
-from rankcheck.launch import scratch
-from rankcheck.launch.ranks import launch
+from rankcheck.engine import scratch
+from rankcheck.engine.ranks import launch
 from workshop.jobs import doctor, doctor_ranks
 from workshop.vocabulary import save_vocabulary
 

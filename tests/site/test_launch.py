@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster import world
-from conftest import needs, program, python
+from conftest import CLONE_PATH, needs, program, python
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -137,7 +137,8 @@ def test_scripts_find_what_lies_beside_them_with_a_safe_path(words, tmp_path):
                                       "print(backstage.__file__)")
     (tmp_path / "beside.py").touch()
     end = python(ROOT, *words.format(tmp_path).split(), PYTHONSAFEPATH="1",
-                 PYTHONPATH=str(ROOT), **(RANK if "torchrun" in words else {}))
+                 PYTHONPATH=CLONE_PATH,
+                 **(RANK if "torchrun" in words else {}))
     assert end.returncode == 0, end.stderr
     if "torchrun" in words:
         assert end.stdout.startswith(str(ROOT))

@@ -9,13 +9,13 @@ import time
 from dataclasses import fields
 
 import pytest
-from conftest import needs, program, python
+from conftest import CLONE_PATH, needs, program, python
 from stages import refused, run_command, start_stage
 
 from backstage import ROOT, process
 from backstage.errors import UserError
 from backstage.process import find_launcher, name_ranks
-from rankcheck.launch.ranks import free_port
+from rankcheck.engine.ranks import free_port
 from workshop.as_torchrun import find_rank_0, join_world
 
 OPEN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
@@ -295,5 +295,5 @@ def test_crays_mpi_needs_no_part_for_gpus(tmp_path):
         "import os\nprint(os.environ['MPICH_GPU_SUPPORT_ENABLED'])\n")
     end = python(
         tmp_path, "-c", "from backstage.mpi import load_mpi; load_mpi()",
-        MPICH_GPU_SUPPORT_ENABLED="1", PYTHONPATH=str(ROOT))
+        MPICH_GPU_SUPPORT_ENABLED="1", PYTHONPATH=CLONE_PATH)
     assert end.stdout == "0\n", end.stderr

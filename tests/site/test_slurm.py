@@ -424,7 +424,7 @@ def test_the_script_on_the_desk(slurm):
     desk = slurm.repo / "code" / "train_gpt2.py"
     with slurm.counting("lit"), holding(desk, f"{COUNTS}# mine\n"):
         slurm(sys.executable, "-c",
-              "import sys; from workshop.lesson import checked\n"
+              "import sys; from workshop.diff import checked\n"
               "checked.record('lit', sys.argv[1].encode())", COUNTS,
               PYTHONPATH=str(slurm.repo))
         job = slurm.submit("lit-1n1g", "--max-steps", 0)

@@ -28,7 +28,7 @@ from stages import (
     wait_for_rows,
 )
 
-from rankcheck.launch.ranks import free_port
+from rankcheck.engine.ranks import free_port
 
 STEPS = "--max-steps", 50, "--eval-every", 20
 

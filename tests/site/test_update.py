@@ -1,17 +1,22 @@
 """`python -m workshop update`: the course's newest state, nothing lost."""
 
+import json
 import os
 import re
 import shutil
+import subprocess
 
 import pytest
 from conftest import copy_course, git, program, python, workshop
+
+from backstage import ROOT
 
 pytestmark = pytest.mark.whole
 
 LESSON = "notebooks/diff_ddp.ipynb"
 DESK = "code/train_gpt2.py"
 JOB = "batchfiles/job.sh"
+BEFORE_THE_MOVE = "0dc12e8f"  # rankcheck had no src/, workshop no diff/
 WHO = {f"GIT_{who}_{what}": "a" for who in ("AUTHOR", "COMMITTER")
        for what in ("NAME", "EMAIL")}
 
@@ -102,10 +107,63 @@ def test_a_notebooks_outputs_stay(course, clone):
     append(clone, "ran\n", LESSON)
     append(clone, "# mine\n", DESK, JOB)
     was = (clone / LESSON).read_text()
-    renew(course, "workshop/update.py")
+    renew(course, "workshop/instructor/update.py")
     update(clone)
     assert (clone / LESSON).read_text() == was
     assert (clone / JOB).read_text().endswith("# mine\n")
+
+
+def run_cell(notebook):
+    """Give the first code cell of a notebook an output, as running it does."""
+    lesson = json.loads(notebook.read_text())
+    cell = next(cell for cell in lesson["cells"]
+                if cell["cell_type"] == "code")
+    cell["outputs"] = [{"output_type": "stream", "name": "stdout",
+                        "text": "what this cell has printed"}]
+    notebook.write_text(json.dumps(lesson, indent=1))
+
+
+def test_a_clone_goes_on_after_modules_have_moved(tmp_path, data):
+    """With its edits, its run, its outputs, and before activate.sh is read."""
+    try:
+        git(ROOT, "cat-file", "-e", BEFORE_THE_MOVE)
+    except subprocess.CalledProcessError:
+        pytest.skip("this clone has no history: git fetch --unshallow")
+    newest = git(ROOT, "rev-parse", "HEAD").strip()
+    course, clone = tmp_path / "course", tmp_path / "clone"
+    git(tmp_path, "clone", "-q", str(ROOT), "course")
+    git(course, "checkout", "-q", "-B", "main", BEFORE_THE_MOVE)
+    git(tmp_path, "clone", "-q", "course", "clone")
+    old_shell = {"PYTHONPATH": str(clone), "WORKSHOP_DATA": str(data)}
+
+    workshop(clone, "apply", "ddp", "1", **old_shell)
+    append(clone, "# mine\n", DESK, JOB)
+    script = (clone / DESK).read_text()
+    run = [DESK, "--preset", "tiny", "--device", "cpu", "--data", data,
+           "--run-dir", "runs/mine", "--checkpoint-every", "1"]
+    trained = python(clone, *run, "--max-steps", "2", **old_shell)
+    assert trained.returncode == 0, trained.stderr
+    run_cell(clone / "notebooks" / "diff_lit.ipynb")
+
+    git(course, "checkout", "-q", "-B", "main", newest)
+    said = update(clone, **old_shell)
+    assert git(clone, "rev-parse", "HEAD").strip() == newest, said
+    assert (clone / DESK).read_text() == script
+    assert (clone / JOB).read_text().endswith("# mine\n")
+    assert "what this cell has printed" in copied(
+        clone, "notebooks/diff_lit.ipynb")
+    assert not [*(clone / "rankcheck").glob("*.py")]
+
+    resumed = python(clone, *run, "--max-steps", "4", "--resume", **old_shell)
+    assert resumed.returncode == 0, resumed.stderr
+    rows = (clone / "runs/mine/metrics.csv").read_text().splitlines()
+    assert len(rows) == 1 + 4
+    assert "2 to make" in workshop(clone, **old_shell)
+    workshop(clone, "diff", "ddp", **old_shell)
+    workshop(clone, "apply", "ddp", "2", **old_shell)
+    workshop(clone, "reset", "ddp", **old_shell)
+    assert script in [file.read_text() for file in (
+        clone / "code" / "backups").glob("*.py")]
 
 
 def test_what_git_does_not_put_back_is_said(course, clone):

@@ -55,12 +55,12 @@ from backstage.errors import UserError
 from backstage.files import Damaged, reading
 from backstage.flags import parse
 from backstage.record import COLUMNS, RECORD, Metrics
-from rankcheck import errors
-from rankcheck.launch import scratch
-from rankcheck.launch.ranks import launch
+from rankcheck.engine import scratch
+from rankcheck.engine.ranks import launch
+from rankcheck.system import errors
 from solutions import train_gpt2_std as std
-from workshop import classroom
-from workshop.lesson import checked
+from workshop.diff import checked
+from workshop.instructor import classroom
 from workshop.results import profile, runs
 from workshop.vocabulary import save_vocabulary
 
@@ -683,7 +683,7 @@ def test_any_flags(data, pairs):
 def leave_folder(parent, user):
     """Make a check's folder in a user's process that is killed; its path."""
     program = (f"import os, tempfile; tempfile.tempdir = {parent!r}\n"
-               f"from rankcheck.launch import scratch\nos.setuid({user})\n"
+               f"from rankcheck.engine import scratch\nos.setuid({user})\n"
                "print(scratch.make_folder(), flush=True)\n"
                "os.kill(os.getpid(), 9)")
     said = subprocess.run([sys.executable, "-c", program], text=True,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from stages import agree, edited, train
 
-from rankcheck.launch.ranks import launch
+from rankcheck.engine.ranks import launch
 
 LAYERS = 9  # more than the 8 times that torch compiles a function again
 PRODUCTS = 4  # of each block: c_attn, c_proj, c_fc, c_proj

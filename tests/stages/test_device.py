@@ -15,7 +15,7 @@ from stages import attempt, edited, refused, train
 
 from backstage import ROOT, device, flops, process, world
 from backstage.errors import UserError, explain
-from rankcheck.launch.ranks import launch
+from rankcheck.engine.ranks import launch
 
 LAUNCHERS = ("SLURM_", "CUDA_", "OMP_", "RANK", "LOCAL_", "WORLD_SIZE")
 

@@ -12,7 +12,7 @@ from stages import FOLDER
 from backstage import ROOT
 from backstage.checkpoint import write_checkpoint
 from backstage.errors import UserError
-from rankcheck.launch.ranks import launch
+from rankcheck.engine.ranks import launch
 
 import generate
 

@@ -9,7 +9,7 @@ import torch
 from backstage import ROOT
 from backstage.dataset import load_vocabulary
 from backstage.errors import UserError
-from rankcheck.launch.ranks import launch
+from rankcheck.engine.ranks import launch
 
 import generate
 

@@ -17,7 +17,7 @@ from train_gpt2_std import GPT, GPTConfig
 from backstage import ROOT
 from backstage.checkpoint import TIED, load_checkpoint
 from backstage.errors import UserError
-from rankcheck.launch.ranks import launch
+from rankcheck.engine.ranks import launch
 
 TINY = {"n_positions": 32, "vocab_size": 300, "n_layer": 4, "n_head": 4,
         "n_embd": 32}

@@ -14,7 +14,7 @@ import torch
 from conftest import needs, python
 
 from backstage import ROOT
-from rankcheck.launch.ranks import launch
+from rankcheck.engine.ranks import launch
 from workshop.check.operations import AUTOCAST, compare, make_inputs
 
 SCRIPT = ROOT / "solutions" / "train_gpt2_kernels.py"

@@ -18,8 +18,8 @@ from stages import (
 from torch import distributed as dist
 
 from backstage import checkpoint
-from rankcheck.probes.collectives import Collectives
-from rankcheck.probes.recorder import replace
+from rankcheck.record.collectives import Collectives
+from rankcheck.record.recorder import replace
 
 # ------------------------------------------------ the same training
 

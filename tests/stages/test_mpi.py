@@ -13,7 +13,7 @@ from conftest import MPICH, needs, program
 from stages import MEETS, run_command
 
 from backstage import ROOT
-from rankcheck.errors import UserError
+from rankcheck.system.errors import UserError
 from workshop.check import command
 from workshop.jobs import doctor
 from workshop.notebook import ranks

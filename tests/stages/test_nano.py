@@ -7,7 +7,7 @@ import pytest
 from stages import Result
 
 from backstage import ROOT, dataset
-from rankcheck.launch.ranks import launch
+from rankcheck.engine.ranks import launch
 
 DEMO = ROOT / "fineweb" / "demo"
 

@@ -31,7 +31,7 @@ from backstage.checkpoint import (
 from backstage.errors import explain
 from backstage.record import COLUMNS, RECORD, Metrics
 from backstage.run import Run
-from workshop.lesson import backups
+from workshop.diff import backups
 
 AUDITED = ("open", "os.rename", "os.remove", "os.link", "os.mkdir",
            "os.chmod", "os.listdir", "os.scandir", "fcntl.flock")

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from conftest import copy_course, edit, workshop
 
-from workshop.lesson import documents
+from workshop.diff import documents
 from workshop.stages import STAGES
 
 ENTRY = '''\

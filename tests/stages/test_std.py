@@ -37,8 +37,8 @@ from backstage.dataset import check_shards
 from backstage.errors import UserError, explain
 from backstage.files import new_folder
 from backstage.flops import flops_per_token, num_parameters
-from rankcheck.launch.ranks import launch
-from rankcheck.probes import recorder as watched
+from rankcheck.engine.ranks import launch
+from rankcheck.record import recorder as watched
 
 CONFIG = replace(std.MODELS["tiny"], vocab_size=257)
 

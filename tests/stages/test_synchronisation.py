@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankcheck.probes.recorder import replace
+from rankcheck.record.recorder import replace
 
 
 def waits(folder, log):

@@ -22,7 +22,7 @@ CASES = load_all("check")
 
 def outcome(stage, text):
     """(whether it passed, its first FAIL or warning, all that was said)."""
-    from rankcheck.errors import UserError
+    from rankcheck.system.errors import UserError
     from workshop.check.command import check
 
     out = io.StringIO()

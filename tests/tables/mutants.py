@@ -43,7 +43,7 @@ import why_cases
 from check_cases import left_by, left_in, outcome
 from planted import HERE
 
-from workshop.lesson.diff import differences, load_lesson
+from workshop.diff.diff import differences, load_lesson
 
 # What is taken for one another: a word, an operator, or what a string says.
 NEIGHBOURS = [group.split() for group in (

@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 from planted import HERE, Planted, load_all
 
-from rankcheck.findings import Report
+from rankcheck.engine.findings import Report
 
 CASES = load_all("verify")
 

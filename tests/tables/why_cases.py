@@ -31,13 +31,13 @@ if __name__ == "__main__":
     sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
 
 import cluster
-from conftest import MPICH, all_processes, edit
+from conftest import CLONE_PATH, MPICH, all_processes, edit
 from stages import make_dataset
 
 from backstage import ROOT
-from rankcheck.launch.ranks import free_port
+from rankcheck.engine.ranks import free_port
+from rankcheck.system.hook import HOOK
 from rankcheck.why.evidence import collect
-from rankcheck.why.start import HOOK
 from workshop.jobs.mpirun import OPEN_MPI
 from workshop.stages import STAGES, batch_files
 
@@ -172,7 +172,7 @@ def plant(name, fault, mark):
 def environment(**more):
     return {**{name: value for name, value in os.environ.items()
                if not name.startswith("WORKSHOP_")}, **OPEN_MPI,
-            "PYTHONPATH": f"{ROOT}:{HOOK}", "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{CLONE_PATH}:{HOOK}", "OMP_NUM_THREADS": "1",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # as activate.sh
             "PYTHONUNBUFFERED": "1", **more}
 

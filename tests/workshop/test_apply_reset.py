@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import copy_desk, edit, python, workshop
 
-from workshop.lesson import documents
+from workshop.diff import documents
 
 TITLES = [change.title for change in documents.load("ddp")]
 N = len(TITLES)
@@ -134,7 +134,7 @@ def on_sync(call, moment, then):
     return f"""if True:
         import os, pathlib
         from backstage.errors import run_main
-        from workshop.lesson import desk
+        from workshop.diff import desk
         script, sync, times = desk.DESK, os.fsync, []
 
         def fsync(file):

@@ -9,10 +9,10 @@ import pytest
 from cluster import wait_for
 from stages import edited
 
-from workshop import classroom
 from workshop.board import MEANING, Board
 from workshop.check.command import check
-from workshop.lesson import render
+from workshop.diff import render
+from workshop.instructor import classroom
 from workshop.notebook import pictures
 
 

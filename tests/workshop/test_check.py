@@ -13,22 +13,21 @@ from pathlib import Path
 import pytest
 from check_cases import CASES, left_by, left_in, outcome, problem
 from cluster import wait_for
-from conftest import needs, program, python
+from conftest import CLONE_PATH, needs, program, python
 from planted import load_all
 from shells import mount as mount  # a fixture
 from stages import edited, number_of
 
 from backstage import ROOT
 from backstage import errors as ours
-from rankcheck import exits
-from rankcheck.errors import UserError
-from rankcheck.launch import fork_server, hang_detector
-from rankcheck.trial import Trial, watch
+from rankcheck.engine import exits, fork_server, hang_detector
+from rankcheck.engine.trial import Trial, watch
+from rankcheck.system.errors import UserError
 from workshop.check import plan
 from workshop.check.command import check
 from workshop.check.questions import ask
-from workshop.lesson import checked, documents
-from workshop.lesson.diff import Diff
+from workshop.diff import checked, documents
+from workshop.diff.diff import Diff
 from workshop.stages import STAGES
 
 SUITE = {"ddp: a segmentation fault": pytest.mark.whole}
@@ -142,7 +141,7 @@ def test_a_signal_ends_it_at_once(
         start_new_session=True, env={
             **os.environ, **IN_SRUN, "TMPDIR": str(place),
             "HOME": "/dev/null/home", "XDG_CACHE_HOME": "",
-            "XDG_CONFIG_HOME": "", "PYTHONPATH": str(ROOT),
+            "XDG_CONFIG_HOME": "", "PYTHONPATH": CLONE_PATH,
             "PYTHONUNBUFFERED": "1"})
     said = [""]
     while line not in said[-1]:

@@ -8,9 +8,9 @@ import torch
 from conftest import edit
 
 from backstage.errors import UserError
-from rankcheck.exits import shorten
-from rankcheck.findings import Line, fail
-from rankcheck.tensors import assemble, describe
+from rankcheck.engine.exits import shorten
+from rankcheck.engine.findings import Line, fail
+from rankcheck.record.tensors import assemble, describe
 from workshop.check import localise
 from workshop.check.command import (
     check,
@@ -20,8 +20,8 @@ from workshop.check.command import (
 )
 from workshop.check.questions.process import definitions
 from workshop.check.questions.question import TIED, put_together
-from workshop.lesson.desk import apply, reset
-from workshop.lesson.diff import Diff
+from workshop.diff.desk import apply, reset
+from workshop.diff.diff import Diff
 from workshop.stages import STAGES
 
 

@@ -6,8 +6,8 @@ import pytest
 from conftest import copy_course, edit, python
 
 from backstage.files import show_path
-from workshop.lesson import checked, desk, documents, render
-from workshop.lesson.diff import Diff
+from workshop.diff import checked, desk, documents, render
+from workshop.diff.diff import Diff
 from workshop.stages import STAGES
 
 STD, DDP, LIT = (STAGES[stage].solution.read_text()

@@ -13,7 +13,7 @@ from cluster import wait_for
 from conftest import all_processes, copy_desk, program, python, workshop
 
 from backstage import ROOT
-from workshop import classroom
+from workshop.instructor import classroom
 
 OTHERS = ('{"stage": "ddp"', "[]", '{"stage": "no", "time": 1}',
           '{"stage": "ddp", "time": 1, "left": 7}', "[" * 100_000, "\0",

@@ -15,8 +15,8 @@ from conftest import copy_course, copy_desk, edit, python, workshop
 
 from backstage import ROOT
 from backstage.errors import UserError
-from workshop.lesson import render
-from workshop.lesson.diff import Diff, load_lesson
+from workshop.diff import render
+from workshop.diff.diff import Diff, load_lesson
 from workshop.stages import LESSONS, STAGES
 
 STD, DDP = (STAGES[stage].solution.read_text() for stage in ("std", "ddp"))
@@ -59,7 +59,7 @@ def test_a_lesson_that_drifts_from_its_solution_is_seen(
     copy_course(tmp_path, "backstage", "workshop", "solutions")
     script = tmp_path / "solutions" / "train_gpt2_ddp.py"
     script.write_text(edit(DDP, (old, new)))
-    end = python(tmp_path, "-c", "from workshop.lesson.diff import "
+    end = python(tmp_path, "-c", "from workshop.diff.diff import "
                  "load_lesson; load_lesson('ddp')")
     assert end.returncode and complaint in end.stderr
 

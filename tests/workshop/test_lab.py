@@ -27,8 +27,8 @@ from PIL.PngImagePlugin import PngInfo
 
 from backstage import ROOT
 from slides.text import cells
-from workshop.lesson import documents
-from workshop.lesson.diff import Diff
+from workshop.diff import documents
+from workshop.diff.diff import Diff
 from workshop.notebook.lab import find_last
 from workshop.stages import STAGES
 
@@ -91,7 +91,7 @@ def test_what_is_written_fits_half_a_page(page):
 
 def passes(repo):
     """As if the script had passed the check for ddp."""
-    python(repo, "-c", "from workshop.lesson.checked import record\n"
+    python(repo, "-c", "from workshop.diff.checked import record\n"
            "from workshop.stages import DESK\n"
            "record('ddp', DESK.read_bytes())")
 

@@ -5,7 +5,7 @@ from conftest import edit, program
 
 from workshop.check import localise
 from workshop.check.command import check
-from workshop.lesson import documents
+from workshop.diff import documents
 from workshop.stages import STAGES
 
 

@@ -23,11 +23,11 @@ from lab import Lesson
 from backstage import ROOT
 from backstage.errors import UserError
 from notebooks.experiments import hangs, your_model
-from rankcheck.launch.ranks import launch
+from rankcheck.engine.ranks import launch
 from rankcheck.verification.command import verify
 from slides import figures, schedules
-from workshop.lesson import checked, desk, documents, page, render
-from workshop.lesson.diff import Diff
+from workshop.diff import checked, desk, documents, page, render
+from workshop.diff.diff import Diff
 from workshop.notebook import cells, following, magics, pictures
 from workshop.notebook import lab as opener
 from workshop.notebook.shown import COMPLAINT

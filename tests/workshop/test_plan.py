@@ -12,8 +12,8 @@ from PIL import Image
 from backstage import ROOT
 from slides import text as slides
 from workshop import __main__ as workshop
-from workshop.lesson import answers
-from workshop.lesson.diff import Diff, load_lesson
+from workshop.diff.diff import Diff, load_lesson
+from workshop.instructor import answers
 from workshop.stages import LESSONS, STAGES
 
 INSTRUCTOR = (ROOT / "docs" / "INSTRUCTOR.md").read_text()

@@ -13,8 +13,8 @@ from backstage import ROOT
 from workshop.check.command import Check, check, find_reference
 from workshop.check.plan import Bench
 from workshop.check.questions import ask
-from workshop.lesson import documents
-from workshop.lesson.diff import Diff
+from workshop.diff import documents
+from workshop.diff.diff import Diff
 from workshop.notebook import ranks
 from workshop.stages import LESSONS, STAGES
 

@@ -9,7 +9,7 @@ from stages import train
 
 from backstage import device
 from backstage.errors import UserError
-from rankcheck.probes.recorder import replace
+from rankcheck.record.recorder import replace
 from workshop.results import profile
 from workshop.results import runs as results
 from workshop.results.plot import PANELS, PARTS, themed

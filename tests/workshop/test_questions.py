@@ -14,7 +14,7 @@ import torch
 from conftest import needs
 
 from backstage.files import PART
-from rankcheck.launch.ranks import Rank
+from rankcheck.engine.ranks import Rank
 from workshop.check.command import find_reference
 from workshop.check.plan import MINIBATCH, STEPS, Bench
 from workshop.check.questions import QUESTIONS, ask

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from backstage import ROOT
-from workshop.results import speed
+from workshop import why as speed
 from workshop.results.runs import published_efficiency
 
 

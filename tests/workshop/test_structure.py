@@ -10,10 +10,13 @@ from conftest import python
 
 from backstage import ROOT
 
+SOURCES = {  # where a package is
+    "backstage": ROOT, "rankcheck": ROOT / "rankcheck" / "src",
+    "workshop": ROOT}
 MODULES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-    for package in ("backstage", "rankcheck", "workshop")
-    for path in (ROOT / package).rglob("*.py")}
+    ".".join(path.relative_to(source).with_suffix("").parts): path
+    for package, source in SOURCES.items()
+    for path in (source / package).rglob("*.py")}
 
 # rankcheck starts, watches and judges anybody's script; workshop is the
 # course, which uses it. The rooms of each, from the ground up: a module
@@ -21,29 +24,32 @@ MODULES = {
 # goes before a pattern.
 HOUSES = {
     "rankcheck": {
-        "tools": "command_line errors findings setup tensors",
-        "probes": "probes.*",
-        "report": "exits report",
+        "system": "system.*",
+        "record": "record.*",
+        "engine": "engine.*",
+        "verification": "verification.*",
         "why": "why.*",
-        "launch": "launch.*",
-        "trial": "trial",
-        "verify": "verification.*",
         "commands": "__main__"},
     "workshop": {
         "stages": "board html stages vocabulary",
-        "results": "results.*",
-        "lesson": "lesson.*",
-        "classroom": "classroom",
+        "results": "results.* why",
+        "diff": "diff.*",
+        "instructor": "instructor.answers instructor.classroom",
         "jobs": "jobs.* as_torchrun",
         "check": "check.*",
         "notebook": "notebook.*",
-        "commands": "__main__ dev lesson.command update"}}
-PACKAGES = {  # besides torch; the last is the site's own
-    "rankcheck.setup": {"setuptools"},
-    "rankcheck.why.hook.sitecustomize": {"sitecustomize"}}
+        "commands": "__main__ dev diff.command instructor.update"}}
+PACKAGES = {  # besides torch: the site's own
+    "rankcheck.system.hook.sitecustomize": {"sitecustomize"}}
 TOOLS = {
     name: path for name, path in MODULES.items()
     if not name.startswith("backstage") and path.name != "__init__.py"}
+
+
+def find_source(path):
+    """The folder that Python finds this module's package in."""
+    own = SOURCES["rankcheck"]
+    return own if path.is_relative_to(own) else ROOT
 
 
 def names_in(path):
@@ -52,7 +58,8 @@ def names_in(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = path.relative_to(ROOT).parts[:-node.level or None]
+            base = path.relative_to(find_source(path)).parts[
+                :-node.level or None]
             module = ".".join([*base * bool(node.level), *filter(
                 None, [node.module])])
             yield module
@@ -145,10 +152,10 @@ def test_an_installed_clone_has_all_packages_and_what_they_read():
     text = (ROOT / "pyproject.toml").read_text()
     own = (ROOT / "rankcheck" / "pyproject.toml").read_text()
     for folder in {path.parent for path in MODULES.values()}:
-        name = ".".join(folder.relative_to(ROOT).parts)
+        name = ".".join(folder.relative_to(find_source(folder)).parts)
         assert f'"{name}"' in text, name
         assert (f'"{name}"' in own) == name.startswith("rankcheck"), name
-    assert '"workshop.lesson" = ["page/*"]' in text
+    assert '"workshop.diff" = ["page/*"]' in text
     assert '"workshop.notebook" = ["svg/*"]' in text
     for name, module, function in re.findall(
             r'^(\w+) = "([\w.]+):(\w+)"$', text, re.M):
@@ -161,7 +168,8 @@ def test_the_map_has_a_line_for_each_module():
     text = (ROOT / "docs" / "map.md").read_text()
     for name, path in MODULES.items():
         if path.name != "__init__.py":
-            inside = path.relative_to(ROOT / name.split(".")[0])
+            inside = path.relative_to(
+                find_source(path) / name.split(".")[0])
             assert re.search(rf"^ +{re.escape(str(inside))} ", text,
                              re.M), inside
     for house in HOUSES:  # a newcomer reads from the ground up

@@ -9,17 +9,17 @@ from difflib import SequenceMatcher
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from rankcheck.findings import Line
-from rankcheck.launch import fork_server, sandbox
-from rankcheck.launch.scratch import remove, require_python, scratch_folder
-from rankcheck.report import Events, Quiet
-from workshop import classroom
+from rankcheck.engine import fork_server, sandbox
+from rankcheck.engine.findings import Line
+from rankcheck.engine.report import Events, Quiet
+from rankcheck.engine.scratch import remove, require_python, scratch_folder
 from workshop.board import Terminal
 from workshop.check import localise
+from workshop.diff import backups, checked, documents
+from workshop.diff.diff import Diff, Script
+from workshop.diff.render import advice, saved
+from workshop.instructor import classroom
 from workshop.jobs.mpirun import require_mpirun
-from workshop.lesson import backups, checked, documents
-from workshop.lesson.diff import Diff, Script
-from workshop.lesson.render import advice, saved
 from workshop.stages import DESK, FIRST, LESSONS, STAGES, modules_of
 
 references = {}  # script -> Trial
@@ -321,7 +321,7 @@ class Check:
 
 def find_reference(bench):
     """The single device's trial, once for all checks of this program."""
-    from rankcheck import exits
+    from rankcheck.engine import exits
     from workshop.check.plan import STEPS, Mesh, Row
 
     solution = STAGES[FIRST].solution

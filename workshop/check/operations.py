@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from rankcheck.probes.recorder import replace
+from rankcheck.record.recorder import replace
 
 AUTOCAST = ("gelu", "attention")  # get bf16 under autocast
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

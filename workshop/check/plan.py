@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rankcheck.errors import KILLED, require
-from rankcheck.launch import sandbox
-from rankcheck.launch.scratch import full, quiet_environment
-from rankcheck.trial import LITTLE, Trial, watch
+from rankcheck.engine import sandbox
+from rankcheck.engine.scratch import full, quiet_environment
+from rankcheck.engine.trial import LITTLE, Trial, watch
+from rankcheck.system.errors import KILLED, require
 from workshop.check import probe
 from workshop.check.probe import SAMPLES, T
 from workshop.jobs.mpirun import launcher_of

@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from backstage import device as devices
 from backstage import errors
 from backstage.files import PART
-from rankcheck.probes.collectives import messages
-from rankcheck.probes.cpu_backend import process
-from rankcheck.probes.files import opened
-from rankcheck.probes.recorder import Updates, replace
-from rankcheck.tensors import describe, plain_name
+from rankcheck.record.collectives import messages
+from rankcheck.record.cpu_backend import process
+from rankcheck.record.files import opened
+from rankcheck.record.recorder import Updates, replace
+from rankcheck.record.tensors import describe, plain_name
 
 MOST = 100  # updates of which everything is recorded
 SAMPLES, T = 40, 32  # of a trial's dataset, where sample i begins with i

@@ -18,7 +18,7 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import UserError, explain, require, run_main
 from backstage.process import count_cores
-from rankcheck import errors
+from rankcheck.system import errors
 from workshop.as_torchrun import join_world
 from workshop.jobs import git
 from workshop.jobs.interpreter import PACKAGES, last_line
@@ -200,8 +200,8 @@ def ask_mpi():
 
 def start_ranks(number, device, **options):
     """What so many processes on this machine say of their all-reduce."""
-    from rankcheck.launch.ranks import launch
-    from rankcheck.launch.scratch import scratch_folder
+    from rankcheck.engine.ranks import launch
+    from rankcheck.engine.scratch import scratch_folder
 
     begin = time.monotonic()
     with scratch_folder(b"\ninterrupted\n") as folder:

@@ -21,8 +21,8 @@ from backstage.device import device_name, use_device
 from backstage.errors import warn
 from backstage.files import write_atomically
 from backstage.world import keep_group, on_every_rank
-from rankcheck.launch import scratch
-from workshop.results.speed import NETWORK
+from rankcheck.engine import scratch
+from workshop.why import NETWORK
 
 STEPS = 10  # of training
 INSIDE, BETWEEN = "in the nodes", "between nodes"

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import require
-from rankcheck.errors import KILLED
-from rankcheck.exits import SAID
+from rankcheck.engine.exits import SAID
+from rankcheck.system.errors import KILLED
+from workshop import SOURCES
 
 PACKAGES = ("torch", "numpy", "tiktoken", "tyro", "matplotlib")
 HAS_PACKAGES = ("import importlib.util, sys; sys.exit(not all("
@@ -69,7 +70,7 @@ def variables():
            if name not in ("PYTHONHOME", "MPLBACKEND", "FORCE_COLOR",
                            "CLICOLOR_FORCE")}
     env["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+        [*SOURCES, *filter(None, [env.get("PYTHONPATH")])])
     env["PYTHONUNBUFFERED"] = "1"
     env.setdefault("TIKTOKEN_CACHE_DIR",
                    str(ROOT / "fineweb" / ".cache" / "tiktoken"))

@@ -20,10 +20,10 @@ from tempfile import gettempdir
 
 from backstage import ROOT
 from backstage.errors import UserError, require
-from rankcheck.errors import read_regular
+from rankcheck.system.errors import read_regular
 from rankcheck.why.start import begin, switch_on
+from workshop.diff import desk
 from workshop.jobs import interpreter
-from workshop.lesson import desk
 from workshop.stages import STAGES, find
 
 # Of a job's variables srun may see these. The others are options of whatever

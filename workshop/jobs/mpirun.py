@@ -1,4 +1,4 @@
-"""Starts the ranks of a `rankcheck.launch.ranks.Launch` by mpirun.
+"""Starts the ranks of a `rankcheck.engine.ranks.Launch` by mpirun.
 
 mpirun starts a proxy for each rank; the rank itself is forked from a server,
 as all are that checks, tests and lessons start.
@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 
-from rankcheck.errors import require
-from rankcheck.launch.ranks import Torchrun
+from rankcheck.engine.ranks import Torchrun
+from rankcheck.system.errors import require
 from workshop.jobs import mpirun_proxy
 from workshop.stages import STAGES
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
-from rankcheck.errors import read_regular
-from workshop import classroom
+from rankcheck.system.errors import read_regular
 from workshop.board import Board
+from workshop.diff import backups, desk, page, render
+from workshop.diff.diff import Diff
 from workshop.html import paragraph
+from workshop.instructor import classroom
 from workshop.jobs import interpreter
-from workshop.lesson import backups, desk, page, render
-from workshop.lesson.diff import Diff
 from workshop.notebook import following, lab, magics, pictures
 from workshop.notebook.jobs import log, queue, slurm, submit  # noqa: F401
 from workshop.notebook.planted import plant, unplant, why  # noqa: F401

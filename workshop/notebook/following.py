@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from backstage import ROOT
-from workshop.lesson import checked, page
+from workshop.diff import checked, page
 from workshop.notebook.shown import Shown
 from workshop.stages import DESK
 

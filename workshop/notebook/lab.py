@@ -15,7 +15,7 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError, require
-from workshop.lesson.desk import what_next
+from workshop.diff.desk import what_next
 from workshop.stages import DESK, LESSONS, require_writable
 
 

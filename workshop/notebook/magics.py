@@ -5,8 +5,8 @@ import re
 import time
 
 from backstage.errors import UserError, require
+from workshop.diff import page
 from workshop.jobs import interpreter
-from workshop.lesson import page
 from workshop.notebook import pictures
 from workshop.notebook.shown import complaint, live, show_output
 

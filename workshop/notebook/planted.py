@@ -7,9 +7,9 @@ import shutil
 import tempfile
 
 from backstage.errors import require
+from workshop.diff import page
 from workshop.html import folded, paragraph
 from workshop.jobs import interpreter
-from workshop.lesson import page
 from workshop.notebook import shown
 
 planted = []  # the program that runs a job with a fault, and its folder

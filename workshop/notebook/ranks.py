@@ -35,9 +35,9 @@ import warnings
 from pathlib import Path
 
 from backstage.errors import run_main
-from rankcheck.errors import UserError
-from rankcheck.launch import fork_server
-from rankcheck.launch import ranks as processes
+from rankcheck.engine import fork_server
+from rankcheck.engine import ranks as processes
+from rankcheck.system.errors import UserError
 from workshop.jobs.interpreter import last_line
 from workshop.jobs.mpirun import Mpirun
 

@@ -11,9 +11,9 @@ import shlex
 import time
 
 from backstage.errors import UserError, require
+from workshop.diff import page
 from workshop.html import paragraph, scrolling
 from workshop.jobs import interpreter
-from workshop.lesson import page
 
 COMPLAINT = "application/x-workshop-complaint"  # docs/rehearse.sh looks for it
 

@@ -11,7 +11,7 @@ from workshop.check.questions import process
 from workshop.check.questions import model
 from workshop.check.questions import report
 # isort: on
-from rankcheck.findings import STRANGE, fail, ok
+from rankcheck.engine.findings import STRANGE, fail, ok
 
 __all__ = ["QUESTIONS", "ask", "model", "process", "report"]
 

@@ -3,8 +3,8 @@
 
 import numpy as np
 
-from rankcheck.findings import fail, ok, percent, warn
-from rankcheck.tensors import describe, length, names
+from rankcheck.engine.findings import fail, ok, percent, warn
+from rankcheck.record.tensors import describe, length, names
 from workshop.check.plan import LEARNING_RATE, MINIBATCH, STEPS, B
 from workshop.check.questions.question import (
     LAST,

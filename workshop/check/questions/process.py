@@ -11,9 +11,9 @@ import torch
 from pyflakes.checker import Checker
 from pyflakes.messages import UndefinedName
 
-from rankcheck import exits
-from rankcheck.findings import Line, fail, ok, warn
-from rankcheck.tensors import names
+from rankcheck.engine import exits
+from rankcheck.engine.findings import Line, fail, ok, warn
+from rankcheck.record.tensors import names
 from workshop.check.plan import STEPS, UNEVEN, B
 from workshop.check.questions.question import question, several
 

@@ -4,8 +4,8 @@ from functools import partial
 
 import numpy as np
 
-from rankcheck.findings import Questions, fail, ok
-from rankcheck.tensors import assemble, difference
+from rankcheck.engine.findings import Questions, fail, ok
+from rankcheck.record.tensors import assemble, difference
 from workshop.check.plan import STEPS
 
 # Two names of one matrix: each end of a pipeline has a copy of it.

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from rankcheck import exits
-from rankcheck.findings import fail, percent, warn
-from rankcheck.tensors import describe
+from rankcheck.engine import exits
+from rankcheck.engine.findings import fail, percent, warn
+from rankcheck.record.tensors import describe
 from workshop.check.plan import LEARNING_RATE, STEPS
 from workshop.check.questions.question import (
     ask_about,

@@ -1,0 +1,43 @@
+"""The command rankcheck: verify and why, for any training script."""
+
+import os
+import sys
+import traceback
+
+from rankcheck.system.command_line import parse
+from rankcheck.system.errors import UserError
+
+COMMANDS = {
+    "verify": ("rankcheck.verification.command", "Run any training script as "
+               "one process and as several for a few updates: does it train "
+               "alike?"),
+    "why": ("rankcheck.why.command", "Say why a job of several processes "
+            "hangs, has ended or is slow: which rank, and which line.")}
+
+
+def main():
+    """Exit with 0 if nothing is wrong, 1 if something is, else with 2."""
+    try:
+        args = parse("rankcheck", "For any training script. COMMAND --help "
+                     "says more of each.", {"commands": COMMANDS})
+        sys.exit(args.function(args))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:  # of `| head`, for example
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            print(f"error: {sys.executable} has no torch: start rankcheck by "
+                  "the Python that trains", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        sys.exit(2)  # also for a bug of ours: Python's own status would be 1
+
+
+if __name__ == "__main__":
+    main()

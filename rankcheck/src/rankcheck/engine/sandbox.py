@@ -1,0 +1,330 @@
+"""A copy of the current folder, in which a watched script runs.
+
+A file that was there before is never changed, and nothing is left beside it:
+
+- The copy is the ranks' current folder. Small files are copied, of others and
+  of large folders it has links. The folders above it are there, too, so that
+  `../data` leads to where it does from the current folder; and of what the
+  user's links lead to elsewhere there is a copy in the same way.
+- Before a rank writes to what is a link, the guard puts a copy in its place.
+- Before a rank changes what was there before and is elsewhere, as by an
+  absolute path, the guard ends the rank, and `require_kept` says why.
+- What a rank starts of Python is guarded, too, by `why`'s hook. Another
+  program or a compiled library can still write through a link, unseen: `Kept`
+  compares the user's own files before and after.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import sys
+import threading
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankcheck.system.errors import UserError, show_path
+from rankcheck.system.hook import with_hook
+
+SMALL = 1_000_000  # bytes of a file that is copied at once
+MOST = 2_000  # entries of a folder that is copied with all that is in it
+ROOM = 100_000_000  # bytes that are copied at once, in all
+NOTES = "guard"  # the folder of what the guards tell one another
+LOOKS = 20_000  # at files that `Kept` compares
+STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system")
+GUARDED = "RANKCHECK_GUARD"  # the variable by which what is started knows it
+BY_WHOM = ("by another program, or by what the script has started or compiled:"
+           " then try it in a copy of this folder")
+
+# What a change does to a path: it makes something where nothing is; it takes
+# what is there away, or puts something else in its place; it changes the
+# content, of which what was there before may be needed, or not.
+NEW, ENTRY, CONTENT, EMPTY = range(4)
+# The audit events of changes: the place of the path among their arguments,
+# and of the open folder that it is relative to, if it can be
+CHANGES = {
+    "os.chmod": [(CONTENT, 0, 2)], "os.chown": [(CONTENT, 0, 3)],
+    "os.link": [(CONTENT, 0, 2), (NEW, 1, 3)], "os.mkdir": [(NEW, 0, 2)],
+    "os.remove": [(ENTRY, 0, 1)], "os.removexattr": [(CONTENT, 0, None)],
+    "os.rename": [(ENTRY, 0, 2), (ENTRY, 1, 3)], "os.rmdir": [(ENTRY, 0, 1)],
+    "os.setxattr": [(CONTENT, 0, None)], "os.symlink": [(NEW, 1, 2)],
+    "os.truncate": [(CONTENT, 0, None)], "os.utime": [(CONTENT, 0, 3)],
+    "shutil.rmtree": [(CONTENT, 0, 1), (ENTRY, 0, 1)],
+    "sqlite3.connect": [(CONTENT, 0, None)]}
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """The copy, and the probe that guards a rank."""
+
+    ours: str  # the folder of all that the program writes
+    top: str  # right in that, it stands for /: `top/home/me` is /home/me
+
+    def __call__(self, log=None):
+        """Guard this process, its forked workers, and the Python it starts."""
+        os.environ |= {GUARDED: f"{__name__}:{self.top}",
+                       "PYTHONPATH": with_hook(os.environ)}
+        inside = threading.local()  # what the guard itself opens is no change
+        sys.dont_write_bytecode = True
+
+        def guard(changes):
+            if not getattr(inside, "guard", False):
+                inside.guard = True
+                try:
+                    for kind, path in changes:
+                        self.before_change(kind, path)
+                finally:
+                    inside.guard = False
+
+        def on_event(event, args):
+            if event == "open":
+                flags = args[2] or 0
+                if flags & os.O_TRUNC:
+                    guard([(EMPTY, args[0])])
+                elif flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                    guard([(CONTENT, args[0])])
+            elif event in STARTS:  # asked by the check, at its end
+                self.note("started", event)
+            elif event in CHANGES:
+                guard([(kind, absolute(args, path, folder))
+                       for kind, path, folder in CHANGES[event]])
+            elif event == "import" and args[0] == "torch.serialization":
+                torch = sys.modules["torch._C"]
+                write = torch.PyTorchFileWriter  # by a file's name, unseen
+                torch.PyTorchFileWriter = lambda file, *args, **kwargs: (
+                    guard([(EMPTY, file)]) or write(file, *args, **kwargs))
+
+        sys.addaudithook(on_event)
+        opened = os.open  # whose event does not tell the open folder
+        os.open = lambda path, flags, mode=0o777, *, dir_fd=None: opened(
+            absolute((path, dir_fd), 0, 1), flags, mode, dir_fd=dir_fd)
+        os.supports_dir_fd.add(os.open)
+        if "torch" in sys.modules:
+            on_event("import", ["torch.serialization"])
+
+    def before_change(self, kind, path):
+        """Put a copy where `path` leads, or end this process."""
+        if not isinstance(path, (str, bytes, os.PathLike)):
+            return  # an open file
+        path = os.path.abspath(os.fsdecode(path))
+        with contextlib.suppress(OSError):  # the script will meet it itself
+            if is_below(path, self.top):
+                self.copy_up(kind, path)
+            # `data/..` is elsewhere if data is a link
+            folder, name = os.path.split(path)
+            place = (os.path.realpath(path) if kind >= CONTENT else
+                     os.path.join(os.path.realpath(folder), name))
+            if not is_below(place, self.ours):
+                self.before_change_outside(kind, place)
+
+    def before_change_outside(self, kind, place):
+        if not os.path.lexists(place):
+            self.note("made", place)
+            return
+        now = os.lstat(place)
+        # an empty file may be a lock, and nothing in it can be lost
+        changes = kind == ENTRY or (
+            kind > ENTRY and stat.S_ISREG(now.st_mode) and now.st_size)
+        if changes and not any(is_below(place, made)
+                               for made in self.noted("made")):
+            self.note("refused", place)
+            os._exit(1)
+
+    def copy_up(self, kind, path):
+        """Make what is on the way to `path` folders and files of the copy."""
+        with open(f"{self.ours}/{NOTES}/lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            here, names = self.top, path[len(self.top):].split("/")[1:]
+            while names and (len(names) > 1 or kind >= CONTENT):
+                here = f"{here}/{names.pop(0)}"
+                if not os.path.islink(here):
+                    continue
+                place = os.path.realpath(here)
+                if is_below(place, self.top):  # a link inside the copy
+                    names = place[len(self.top):].split("/")[1:] + names
+                    here = self.top
+                elif os.path.isdir(place):
+                    os.unlink(here)
+                    os.mkdir(here)
+                    fill(here, place)
+                elif not names and not os.path.exists(place):
+                    os.unlink(here)  # what it makes is not to be outside
+                elif not names:
+                    self.copy_file(place, here, kind == EMPTY)
+
+    def follow(self, link, room):
+        """Let a link in the copy lead to a copy of what it leads to."""
+        place = os.path.realpath(link)
+        if os.path.exists(place) and not is_below(place, self.ours):
+            self.copy_up(ENTRY, self.top + place)
+            with contextlib.suppress(OSError):
+                os.unlink(self.top + place)
+                give(self.top + place, place, room)
+            if not is_below(os.path.realpath(link), self.top):  # an absolute
+                os.unlink(link)
+                os.symlink(self.top + place, link)
+
+    def copy_file(self, place, here, empty):
+        """Put a copy in the place of a link to a file, whole or not at all."""
+        if not stat.S_ISREG(os.stat(place).st_mode):
+            return
+        part = f"{self.ours}/{NOTES}/copy"
+        try:
+            shutil.copyfile(os.devnull if empty else place, part)
+            shutil.copystat(place, part)
+            os.replace(part, here)
+        except OSError:  # too large for this disk, or not readable
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+
+    def note(self, name, place):
+        with contextlib.suppress(OSError), open(
+                f"{self.ours}/{NOTES}/{name}", "a") as file:
+            file.write(f"{place}\n")
+
+    def noted(self, name):
+        file = Path(self.ours, NOTES, name)
+        return file.read_text().splitlines() if file.exists() else []
+
+    def require_kept(self, remedy):
+        """Raise `UserError` if a rank was ended, as it would change a file."""
+        for place in self.noted("refused")[:1]:
+            raise UserError(f"{place} was there before, and the script was "
+                            f"about to change it: it is as it was. {remedy}")
+
+    def name(self, path):
+        """Where the copy of a file is."""
+        return Path(self.top + os.path.abspath(path))
+
+    def as_known(self, text):
+        """A text with the paths as the user knows them."""
+        return text.replace(self.top, "")
+
+
+def absolute(args, path, folder):
+    """The path among an event's arguments; None for an open file."""
+    path, folder = args[path], args[folder] if folder and (
+        folder < len(args)) else None
+    if isinstance(folder, int) and folder >= 0:
+        with contextlib.suppress(OSError, TypeError):
+            return os.path.join(os.readlink(f"/proc/self/fd/{folder}"),
+                                os.fsdecode(path))
+    return path
+
+
+def is_below(path, folder):
+    return path == folder or path.startswith(f"{folder.rstrip('/')}/")
+
+
+def make(ours, name, script):
+    """A `Sandbox` with a copy of the current folder and of a script, in
+    ours/name: one that is there already is taken as it is.
+    """
+    ours, cwd = os.path.realpath(ours), os.getcwd()
+    os.makedirs(f"{ours}/{NOTES}", exist_ok=True)
+    sandbox = Sandbox(ours, top := f"{ours}/{name}")
+    if not os.path.exists(top):
+        os.makedirs(top + cwd)
+        for folder in Path(cwd).parents:
+            fill(f"{top}{folder}", folder)
+        room = [ROOM] if len(os.listdir(cwd)) <= MOST else None
+        fill(top + cwd, cwd, room)
+        for link in sorted(walk(top + cwd, MOST),  # folders before theirs
+                           key=lambda link: os.path.realpath(link.path)):
+            if room and leads_out(link, cwd):
+                sandbox.follow(link.path, room)
+        sandbox.copy_up(CONTENT, str(sandbox.name(script)))
+    return sandbox
+
+
+def fill(copy, folder, room=None):
+    """Give each entry of `folder` one in `copy`, unless it has one: `give`."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            give(f"{copy}/{name}", os.path.join(folder, name), room)
+
+
+def give(place, path, room):
+    """Make at `place` what is at `path`, or a link to that.
+
+    room: [the bytes that may still be copied]; a folder is copied with all
+    that is in it, if that is little, not hidden and not the copy itself.
+    None: there are only links.
+    """
+    try:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), place)
+        elif room and os.path.isdir(path) and not (
+                os.path.basename(path)[0] == "." or is_below(place, path)
+                or len(walk(path, MOST)) == MOST):
+            os.mkdir(place)
+            fill(place, path, room)
+        elif room and os.path.isfile(path) and (
+                size := os.path.getsize(path)) <= min(SMALL, room[0]):
+            shutil.copy2(path, place)
+            room[0] -= size
+        else:
+            os.symlink(path, place)
+    except FileExistsError:
+        pass  # on the way to the current folder
+    except OSError:  # it may not be read, or there is no room for all of it
+        with contextlib.suppress(OSError):
+            Path(place).unlink(missing_ok=True)
+            os.symlink(path, place)
+
+
+def leads_out(entry, folder):
+    """Whether it is a link to what is neither in the folder nor above it."""
+    place = entry.is_symlink() and os.path.realpath(entry.path)
+    return place and not is_below(place, folder) and not is_below(
+        folder, place)
+
+
+def walk(folder, most):
+    """Entries below a folder, near ones first; not in hidden ones, caches."""
+    found, folders = [], deque([folder])
+    while folders and len(found) < most:
+        with contextlib.suppress(OSError), os.scandir(
+                folders.popleft()) as entries:
+            for entry in entries:
+                found.append(entry)
+                if entry.is_dir(follow_symlinks=False) and not (
+                        entry.name.startswith((".", "__pycache__"))):
+                    folders.append(entry.path)
+    return found[:most]
+
+
+class Kept:
+    """The files of the current folder, to see which of them are changed."""
+
+    def __init__(self):
+        self.before = self.look()
+
+    def look(self):
+        """{path: what changes with it}, except what this process prints to."""
+        found, cwd = {}, os.getcwd()
+        own = {os.stat(name).st_ino for name in ("/dev/stdout", "/dev/stderr")
+               if os.path.exists(name)}
+        entries = walk(cwd, LOOKS)
+        for link in [*entries]:
+            if leads_out(link, cwd):
+                entries += walk(link.path, LOOKS - len(entries))
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                now = entry.stat()
+                if now.st_ino not in own and entry.is_file(
+                        follow_symlinks=leads_out(entry, cwd)):
+                    found[entry.path] = (
+                        now.st_ino, now.st_size, now.st_mtime_ns)
+        return found
+
+    def changed(self):
+        """Say which have changed, or are gone, since this was asked last."""
+        now = self.look()
+        names = [show_path(path) for path, before in self.before.items()
+                 if now.get(path) != before]
+        self.before = now
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return names and f"{', '.join(names[:3])}{more} changed meanwhile"

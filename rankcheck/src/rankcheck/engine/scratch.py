@@ -1,0 +1,144 @@
+"""Prepares a script's run: its source, a clean environment, and a temporary
+folder that is always removed.
+"""
+
+import ast
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from rankcheck.engine import fork_server
+from rankcheck.system.errors import UserError, read_regular, require, show_path
+
+LARGEST = 1_000_000  # bytes of a script
+LONGEST = 48  # characters of a folder in which sockets still have a place
+ROOM = 50e6  # bytes that a check may need
+MARK = ".rankcheck"  # the file in each folder that is ours to remove,
+OURS = "made by rankcheck; removed once its process has ended\n"
+LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL",
+             "TORCHELASTIC_")
+NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE",
+         "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+def read_script(script):
+    """Its bytes, read once: what is saved meanwhile is not mixed in."""
+    name = show_path(script)
+    try:
+        data = read_regular(script, LARGEST + 1)
+    except OSError as error:
+        raise UserError(f"{name}: {error.strerror}") from error
+    require(len(data) <= LARGEST, f"{name} has more than {LARGEST:,} "
+            "bytes, too many for a script: is it another file?")
+    require_python(script, data)
+    return data
+
+
+def require_python(script, data):
+    """Raise a `UserError` unless these bytes of a script can be parsed."""
+    name = show_path(script)
+    try:
+        ast.parse(data, Path(script).name)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise UserError(f"{name}: " + (f"line {line}: " if line else "")
+                        + f"{getattr(error, 'msg', error)}") from error
+    except (RecursionError, MemoryError) as error:
+        raise UserError(f"{name}: an expression is nested too deeply, or the "
+                        "memory is full") from error
+
+
+@contextlib.contextmanager
+def scratch_folder(word):
+    """Gives a folder, and ends all on Ctrl-C, SIGTERM, or a closed terminal.
+
+    word: bytes that are written then.
+
+    An exception would be lost where Python cannot raise one, as in a clean-up
+    or while a module of torch is imported: the handler itself ends the
+    processes, removes the folder, and leaves.
+    """
+    folder, before = None, {}
+
+    def leave(number, frame):
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        for end in (fork_server.end_all, lambda: folder and remove(folder),
+                    lambda: os.write(1, word)):
+            with contextlib.suppress(Exception):
+                end()
+        os._exit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before[number] = signal.signal(number, leave)
+    try:
+        folder = make_folder()
+        yield folder
+    finally:
+        if folder:
+            remove(folder)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def remove(folder):
+    """Remove a folder, in which a process that is ending may still write."""
+    for _ in range(20):
+        if not folder.exists():
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.02)
+
+
+def make_folder():
+    """A new folder: with room, and not too deep.
+
+    It holds a mark, which is locked while this process lives. Folders whose
+    mark nobody holds any more are of checks that were killed (kill -9), and
+    are removed.
+    """
+    parent = tempfile.gettempdir()
+    if len(parent) > LONGEST and os.access("/tmp", os.W_OK):
+        parent = "/tmp"  # the address of a socket has 108 characters at most
+    for mark in Path(parent).glob(f"check-*/{MARK}"):
+        with contextlib.suppress(OSError), open(mark, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (file.read(len(OURS)) == OURS
+                    and mark.parent.stat().st_uid == os.getuid()):
+                shutil.rmtree(mark.parent)
+    if shutil.disk_usage(parent).free < ROOM:
+        raise full(parent)
+    folder = Path(tempfile.mkdtemp(prefix="check-", dir=parent))
+    mark = os.open(folder / MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(mark, fcntl.LOCK_EX)  # until this process ends
+    os.write(mark, OURS.encode())
+    return folder
+
+
+def full(folder):
+    return UserError(f"{folder} is full: make room there, or name another "
+                     "folder for temporary files, export TMPDIR=...")
+
+
+HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}  # all GPUs
+
+
+def quiet_environment(temporary, hidden=HIDDEN):
+    """The environment, without a launcher's variables and the GPUs.
+
+    The processes are on one machine, which may lack the network that the site
+    names for its nodes: they meet on the loopback interface.
+    """
+    return {key: value for key, value in os.environ.items()
+            if key not in NAMES and not key.startswith(LAUNCHERS)} | {
+                **hidden, "GLOO_SOCKET_IFNAME": LOOPBACK,
+                "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,157 @@
+"""A CPU in the place of GPUs, for scripts that do not run without one.
+
+What such a script sends to a GPU stays where it is. There are as many GPUs as
+processes, with nothing in their memory. autocast("cuda") changes nothing on a
+CPU: all is computed as precisely as the weights are.
+"""
+
+import inspect
+import os
+import re
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+import torch.utils.data
+from torch import distributed as dist
+from torch.distributed import fsdp
+from torch.jit import _builtins
+from torch.utils import _device
+
+from rankcheck.record.cpu_backend import take
+from rankcheck.record.recorder import replace
+
+OF_GPUS = ("pin_memory", "backend", "device_id")  # names of arguments
+MEMORY = 80 * 2**30
+GPU = SimpleNamespace(
+    name="a CPU in the place of a GPU", total_memory=MEMORY, major=8, minor=0,
+    multi_processor_count=1)
+
+
+class Nothing(nullcontext):
+    """A stream, an event, a range of a profile: a CPU waits for none."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(self)
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+    def elapsed_time(self, end):
+        return 1.0
+
+
+class Generator(torch.Generator):
+    def __new__(cls, device="cpu"):
+        return super().__new__(cls, "cpu")
+
+
+def here(value, numbered=False):
+    """The same, but a GPU, which is perhaps a number, is the CPU."""
+    gpu = (value.type == "cuda" if isinstance(value, torch.device) else
+           re.fullmatch(r"cuda(:\d+)?", value) if isinstance(value, str) else
+           numbered and type(value) is int)
+    return value if not gpu else (
+        "cpu" if isinstance(value, str) else torch.device("cpu"))
+
+
+def is_gpu(value, numbered=False):
+    """Whether it names one."""
+    return here(value, numbered) is not value
+
+
+def keep_here(log, place, *names):
+    """Give functions or methods no GPU, and nothing that belongs to one."""
+    known = [_builtins._find_builtin(getattr(place, name)) for name in names]
+
+    @replace(place, *names)
+    def visible(function, *args, **kwargs):
+        numbered = function.__name__ == "to"
+        for value in args:
+            if is_gpu(value, numbered):
+                take(log, value)
+        if is_gpu(kwargs.get("device"), numbered=True):
+            take(log, kwargs["device"])
+        return function(
+            *(here(arg, numbered) for arg in args),
+            **{key: here(arg, key == "device") for key, arg in kwargs.items()
+               if key not in OF_GPUS})
+
+    for name, op in zip(names, known, strict=True):
+        if op:  # torch.jit.script knows functions of C++ by their address
+            _builtins._register_builtin(getattr(place, name), op)
+
+
+def gpus(log):
+    """From now on this process believes that there are GPUs."""
+    for function in _device._device_constructors():
+        if getattr(torch, function.__name__, None) is function:
+            keep_here(log, torch, function.__name__)
+    for place, names in (
+            (torch.Tensor, ("to", "new_empty", "new_full", "new_ones",
+                            "new_tensor", "new_zeros")),
+            (torch.nn.Module, ("to", "to_empty")),
+            (_device.DeviceContext, ("__init__",)),
+            (torch.amp.GradScaler, ("__init__",)),
+            (torch.utils.data.DataLoader, ("__init__",)),
+            (fsdp.FullyShardedDataParallel, ("__init__",)),
+            (dist, ("init_device_mesh", "new_group")),
+            (dist.device_mesh, ("init_device_mesh",)),
+            (dist.device_mesh.DeviceMesh, ("__init__",))):
+        keep_here(log, place, *names)
+
+    def cuda(tensor, device=None, *args, **kwargs):
+        take(log, device)
+        return tensor
+
+    torch.Tensor.cuda = cuda
+    torch.Tensor.pin_memory = lambda tensor, *args, **kwargs: tensor
+    torch.Tensor.record_stream = lambda tensor, stream: None
+    torch.Generator = Generator
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+    @replace(dist.Work, "get_future")
+    def get_future(get_future, work):
+        try:
+            return get_future(work)
+        except RuntimeError:  # gloo has none for some collectives
+            work.wait()
+            done = torch.futures.Future()
+            done.set_result([])
+            return done
+
+    @replace(torch, "load")
+    def load(load, f, map_location=None, *args, **kwargs):
+        return load(f, "cpu", *args, **kwargs)
+
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    answers = {
+        "is_available": True, "is_initialized": True,
+        "is_bf16_supported": True, "device_count": count,
+        "current_device": rank, "current_device_index": rank,
+        "current_accelerator": torch.device("cuda"), "get_arch_list": [],
+        "get_device_name": GPU.name, "get_device_properties": GPU,
+        "get_device_capability": (GPU.major, GPU.minor),
+        "mem_get_info": (MEMORY, MEMORY), "memory_summary": "",
+        "memory_stats": Counter(), "get_rng_state": torch.get_rng_state(),
+        "get_rng_state_all": [torch.get_rng_state()] * count}
+    for place in (torch.cuda, torch.accelerator):
+        for name in place.__all__:
+            thing = getattr(place, name)
+            if name.endswith("Tensor"):
+                setattr(place, name, getattr(torch, name))
+            elif name in ("Event", "Stream", "StreamContext", "current_stream",
+                          "default_stream", "device", "device_of",
+                          "device_index", "stream"):
+                setattr(place, name, Nothing)
+            elif inspect.isfunction(thing):
+                answer = answers.get(name, 0)
+                setattr(place, name,
+                        lambda *args, answer=answer, **kwargs: answer)
+    torch.cuda.set_device = torch.accelerator.set_device_index = (
+        lambda device: take(log, device))
+    torch.cuda.nvtx = torch.cuda.profiler = Nothing()
+
+
+PROBES = [gpus]

@@ -1,0 +1,70 @@
+"""Watches which files a process writes and reads."""
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from rankcheck.record.recorder import replace
+
+PATH = (str, bytes, os.PathLike)  # and no number of an open file
+# What opens a file for whoever calls it, but what is installed within these
+TORCH = os.path.dirname(torch.__file__) + "/"
+HELPERS = (sysconfig.get_path("stdlib"), "<", str(Path(__file__).parents[1]))
+
+
+def opened(log, without=()):
+    """written: files that were opened to write them, and by whom: by a line
+    of the script, a number, by another file beside it, 0, or by a library, its
+    name. Those with nothing of `without` in their path.
+
+    read: files that it has opened before its first update. results: those
+    that it has written after that. Once it has saved something after its first
+    update, there is a file saved-N in the log's folder, N being the number of
+    its updates.
+    """
+    log.seen |= {"written": {}, "read": [], "results": []}
+
+    def wrote(path):
+        if log.updates:
+            log.seen["results"].append(path)
+        if log.here and path not in log.seen["written"]:
+            log.seen["written"][path] = opener(log.script)
+
+    def on_event(event, args):
+        if event in ("fcntl.flock", "fcntl.lockf"):  # by turns, or a mere lock
+            log.seen["written"].pop(os.path.realpath(
+                f"/proc/self/fd/{args[0]}"), None)
+        if event == "open" and isinstance(args[0], PATH):
+            path = os.path.abspath(os.fsdecode(args[0]))
+            if not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
+                log.seen["read"] += [path] * (not log.updates)
+            elif not any(part in path for part in without):
+                wrote(path)
+
+    sys.addaudithook(on_event)
+
+    @replace(torch, "save")
+    def save(save, obj, f, *args, **kwargs):
+        if isinstance(f, (str, Path)):  # not opened by Python
+            wrote(os.path.abspath(f))
+        save(obj, f, *args, **kwargs)
+        if log.updates:  # the other ranks may be an update behind
+            Path(f"{log.folder}/saved-{log.updates}").touch()
+
+
+def opener(script):
+    """Who opens the file that is being opened: see `opened`."""
+    frame, here = sys._getframe(1), os.path.dirname(script) + "/"
+    while frame:
+        file = frame.f_code.co_filename
+        installed = "-packages/" in file
+        if file.startswith(here) and not installed:
+            return frame.f_lineno if file == script else 0
+        if not file.startswith(TORCH) and (
+                installed or not file.startswith(HELPERS)):
+            return frame.f_globals["__name__"].split(".")[0]
+        frame = frame.f_back
+    return "a thread"

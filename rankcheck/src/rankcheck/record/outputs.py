@@ -1,0 +1,277 @@
+"""Records what each module puts out in the first update, in few numbers.
+
+Several ranks and one process give the same numbers for the same samples, but
+for rounding. So verify can say where they part: see `questions/where.py`.
+
+outputs   `entries`, what `Entry` has of each tensor that a module has put out;
+          `samples`, of each forward pass the hashes of its rows and columns;
+          `flat`, the sketches of all entries one behind the other
+outputs_error  why there are no more, "" if there are all
+settings  of each optimizer, at its first update: the parameters' names and
+          what is set for them, of each group
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from rankcheck.record.recorder import Log
+from rankcheck.record.tensors import plain_name, unwrap
+
+NUMBERS = 4  # of a sample's sketch: its length, its sum, two projections
+ELEMENTS = 256  # of a sample's part of an output that are looked at, about
+AXES = ("rows", "columns", "whole")  # what is a sample; or the whole tensor
+SAMPLES = 128  # of a forward pass that are looked at, about
+CALLS = 20_000  # of modules, after which no more are recorded
+# What changes an update. A rate is another question's
+SETTINGS = (
+    "weight_decay", "betas", "momentum", "dampening", "nesterov", "eps",
+    "alpha", "rho", "lr_decay", "lambd", "etas", "amsgrad", "centered",
+    "maximize", "momentum_decay")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that a module has put out, as the samples have parts of it."""
+
+    model: str  # the class of the outermost module
+    name: str  # of the module in it, "" for itself
+    kind: str  # its class
+    call: int  # how often it was called before, in this forward pass
+    leaf: int  # which of the tensors that it has put out
+    part: int  # the number of the forward pass
+    axis: str  # of `AXES`
+    layout: str  # how they lie in the tensor
+    shape: tuple  # of each sample's part
+    start: int  # in `flat`
+    count: int  # of samples that were looked at
+
+
+class Outputs:
+    """The probe. updates: of the first so many, over all optimizers."""
+
+    def __init__(self, updates: int) -> None:
+        self.updates = updates
+
+    def __call__(self, log: Log) -> None:
+        self.log, self.entries, self.samples, self.sketches = log, [], [], []
+        self.roots, self.names, self.calls = {}, {}, Counter()
+        self.filled = self.number = 0  # numbers; calls
+        self.begun = 0  # entries of the updates before
+        self.settings = {}  # id of an optimizer -> what is set
+        log.seen |= {"outputs": None, "settings": [], "outputs_error": ""}
+        log.on("root", partial(self.watch, self.on_root))
+        log.on("output", partial(self.watch, self.on_output))
+        log.on("gradients", self.on_gradients)
+        log.on("skipped", self.on_skipped)
+        log.on("end", self.on_end)
+
+    @property
+    def records(self) -> bool:
+        return (len(self.log.seen["updates"]) < self.updates
+                and self.number < CALLS and not self.error
+                and torch._C._current_graph_task_id() == -1)
+
+    @property
+    def error(self) -> str:
+        """Why no more is recorded."""
+        return self.log.seen["outputs_error"]
+
+    def watch(self, function: Callable[..., None], *about: object) -> None:
+        """Call it while outputs are recorded. The script goes on, anyway."""
+        if not self.records:
+            return
+        try:
+            with torch._C._DisableFuncTorch(), torch.no_grad():
+                function(*about)
+        except Exception as error:
+            self.log.seen["outputs_error"] = f"{type(error).__name__}: {error}"
+
+    def on_root(self, module: nn.Module, hashes: list | None) -> None:
+        """A forward pass begins. hashes: of its rows and of its columns."""
+        if id(module) not in self.roots:
+            kind = type_of(module)
+            others = sum(label.split(" ")[0] == kind
+                         for label in self.roots.values())
+            self.roots[id(module)] = f"{kind} {others + 1}" if others else kind
+        self.label, self.calls = self.roots[id(module)], Counter()
+        self.names = {id(part): plain_name(f"{name}.").rstrip(".")
+                      for name, part in module.named_modules()}
+        if hashes:
+            self.sizes = [len(names) for names in hashes]
+            by_axis = dict(zip(AXES, [*hashes, ["all"]], strict=True))
+            self.picks = {axis: pick(names)
+                          for axis, names in by_axis.items()}
+            self.samples.append({
+                axis: [names[i] for i in self.picks[axis]]
+                for axis, names in by_axis.items()})
+
+    def on_output(self, module: nn.Module, output: object) -> None:
+        name = self.names.get(id(module))
+        if not self.samples or name is None:
+            return
+        call = self.calls[name]
+        self.calls[name] += 1
+        self.number += 1
+        for leaf, value in enumerate(tree_leaves(output)):
+            tensor = plain(value)
+            if tensor is not None:
+                self.record(tensor, dict(
+                    model=self.label, name=name, kind=type_of(module),
+                    call=call, leaf=leaf, part=len(self.samples) - 1))
+
+    def record(self, tensor: torch.Tensor, about: dict) -> None:
+        for axis, layout, view in views(tensor, *self.sizes):
+            picks = self.picks[axis]
+            if not picks or math.prod(view.shape[1:]) == 0:
+                continue
+            values = sketch(view, picks)
+            self.entries.append(Entry(
+                **about, axis=axis, layout=layout, shape=tuple(view.shape[1:]),
+                start=self.filled, count=len(picks)))
+            self.sketches.append(values)
+            self.filled += len(values)
+
+    def on_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        self.begun = len(self.entries)
+        if id(optimizer) not in self.settings:
+            self.settings[id(optimizer)] = self.of_groups(optimizer)
+
+    def of_groups(self, optimizer: torch.optim.Optimizer) -> list[dict]:
+        names, number, at = self.log.names, len(self.settings), 0
+        groups = []
+        for group in optimizer.param_groups:
+            known = []
+            for weight in group["params"]:
+                known.append(names.get(id(weight), f"parameter {number}.{at}"))
+                at += 1
+            values = {key: plain_setting(group.get(key)) for key in SETTINGS}
+            values["lr"] = plain_setting(group.get("lr"))
+            groups.append({"names": known, "values": {
+                key: value for key, value in values.items()
+                if value is not None}})
+        return groups
+
+    def on_skipped(self) -> None:
+        """What led to no update is none of its outputs."""
+        del self.entries[self.begun:]
+
+    def on_end(self) -> None:
+        self.log.seen["settings"] = list(self.settings.values())
+        if self.entries:
+            self.log.seen["outputs"] = {
+                "entries": [dict(vars(entry)) for entry in self.entries],
+                "samples": self.samples, "flat": torch.cat(self.sketches)}
+
+
+def type_of(module: nn.Module) -> str:
+    """The name of its class, without what fully_shard puts before it."""
+    for base in type(module).__mro__:
+        if not base.__name__.startswith("FSDP"):
+            return base.__name__
+    return type(module).__name__
+
+
+def plain_setting(value: object) -> tuple | None:
+    """The numbers of a setting, None for what is none."""
+    several = value if isinstance(value, (tuple, list)) else (value,)
+    numbers = [one.item() if isinstance(one, torch.Tensor)
+               and one.numel() == 1 else one for one in several]
+    if not all(isinstance(one, (int, float)) for one in numbers):
+        return None
+    return tuple(map(float, numbers))
+
+
+def plain(value: object) -> torch.Tensor | None:
+    """What is looked at: a tensor of numbers that is whole on this rank."""
+    value = unwrap(value)
+    if type(value) not in (torch.Tensor, nn.Parameter) or (
+            value.layout != torch.strided or value.is_nested
+            or value.is_quantized or value.is_meta):
+        return None
+    value = value.detach()
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    return value if value.dim() and value.numel() else None
+
+
+def pick(names: list[str]) -> list[int]:
+    """The places of some samples: the same ones on any rank."""
+    if len(names) <= SAMPLES:
+        return list(range(len(names)))
+    bound = SAMPLES * 16**8 // len(names)
+    return [i for i, name in enumerate(names) if int(name[:8], 16) < bound]
+
+
+def views(tensor: torch.Tensor, rows: int, columns: int
+          ) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """The ways in which a tensor may have a part for each sample.
+
+    (what a sample is, how they lie, the tensor with the samples first)
+    """
+    yield "whole", "", tensor[None]
+    for axis, size in (("rows", rows), ("columns", columns)):
+        if size == 0:
+            continue
+        for dim in range(min(tensor.dim(), 2)):
+            if tensor.shape[dim] == size:
+                yield axis, f"{dim}", tensor.movedim(dim, 0)
+        length, rest = len(tensor), tensor.shape[1:]
+        if length > size and length % size == 0 and size > 1:
+            # flattened: samples outside, or inside
+            yield axis, "outer", tensor.reshape(size, length // size, *rest)
+            yield axis, "inner", tensor.reshape(
+                length // size, size, *rest).movedim(1, 0)
+
+
+def sketch(view: torch.Tensor, picks: list[int]) -> torch.Tensor:
+    """`NUMBERS` numbers of each of these samples, one behind the other.
+
+    All are as large as the length of its part, or smaller: a difference in
+    few elements shows in the first two, one in their order in the others.
+    """
+    dims = tuple(range(1, view.dim()))
+    size = math.prod(view.shape[1:])
+    if not view.is_floating_point():
+        view = view.double()
+    precise = torch.promote_types(view.dtype, torch.float32)
+    if dims:
+        norm = torch.linalg.vector_norm(view, dim=dims, dtype=precise)
+        total = view.sum(dims, dtype=precise) / size ** 0.5
+    else:
+        norm, total = view.abs(), view
+    rows = torch.tensor(picks, dtype=torch.long)
+    places = places_in(view.shape[1:])
+    some = view[(rows[:, None], *places)].cpu().double()
+    count = min(size, ELEMENTS)
+    numbers = torch.empty(len(picks), NUMBERS)
+    numbers[:, 0], numbers[:, 1] = norm[rows].cpu(), total[rows].cpu()
+    numbers[:, 2:] = some @ weights(count) * (size / count) ** 0.5
+    return numbers.flatten()
+
+
+@cache
+def places_in(shape: torch.Size) -> tuple[torch.Tensor, ...]:
+    """Which elements of a part are looked at, as indices of each dimension."""
+    size = math.prod(shape)
+    at = torch.arange(min(size, ELEMENTS))
+    if size > ELEMENTS:  # spread by the golden ratio
+        at = ((at.double() + 0.5) * 0.6180339887).frac().mul(size).long()
+    return torch.unravel_index(at, shape) if shape else ()
+
+
+@cache
+def weights(size: int) -> torch.Tensor:
+    """Two columns of numbers of mean 0 and length 1, alike in every process.
+
+    Drawn without a generator, whose state is the script's.
+    """
+    at = torch.arange(1, size + 1, dtype=torch.float64)[:, None]
+    seeds = torch.tensor([12.9898, 78.233], dtype=torch.float64)
+    return ((at * seeds).sin() * 43758.5453).frac() * 3 ** 0.5

@@ -1,0 +1,381 @@
+"""Records what led to each update of an optimizer, and ends the process."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import multiprocessing
+import os
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch.distributed.algorithms.join import Join
+from torch.utils.data._utils import signal_handling
+
+import rankcheck.record.tensors as parts
+from rankcheck.record.recorder import replace
+from rankcheck.record.tensors import is_low, thin
+
+MUCH = 1_000_000  # elements of a message that is not looked into
+
+
+@dataclass
+class PutAside:
+    """What led to gradients that were thrown away; see `begin_update`."""
+
+    row: SimpleNamespace
+    sums: dict[int, torch.Tensor]
+    weighed: dict[int, torch.Tensor]
+
+    def add(self, other: PutAside) -> None:
+        """Add what led to others, later."""
+        for name, value in vars(other.row).items():
+            setattr(self.row, name, getattr(self.row, name) + value)
+        for mine, its in (self.sums, other.sums), (self.weighed,
+                                                   other.weighed):
+            for key, part in its.items():
+                mine[key] = mine.get(key, 0) + part
+
+
+class Rows:
+    """A row of what led to each update, and the end of the process.
+
+    size: the number of processes. steps: after so many updates of the first
+    optimizer the process ends. kind: "still" if nothing is to be updated, so
+    that all gradients are those of the first weights; "saved" if it ends as
+    soon as each optimizer has its gradients for the first update after
+    torch.save(); "resumed" if it goes on from there.
+    """
+
+    def __init__(self, log, size, steps, kind):
+        self.log, self.seen = log, log.seen
+        self.size, self.steps, self.kind = size, steps, kind
+        # forked ranks would share the generators' state; Python's own is
+        # seeded at each fork
+        torch.seed()
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()
+        self.seen |= {"updates": [], "shapes": {}, "saved": None,
+                      "skipped": [], "discarded": []}
+        log.begun = True  # updates count without a module, too
+        self.made = Counter()  # of each optimizer, by its number
+        self.optimizers = {}  # id -> (number, the optimizer: its id stays)
+        self.recorded = False
+        self.since = set()  # optimizers with gradients since it has saved
+        log.scale = 1.0  # of the last backward pass
+        log.drawn = Counter()  # indices of a DistributedSampler, by its id
+        log.told = {}  # sampler -> whether set_epoch came before its start
+        log.local = {}  # gradients as this rank alone has computed them
+        self.put_aside: list[PutAside] = []  # since the last update
+        self.begin_update()
+        log.on("gradients", self.on_gradients)
+        log.on("zeroed", self.on_zeroed)
+        log.on("updated", self.on_updated)
+        log.on("skipped", self.on_skipped)
+        log.on("message", self.on_message)
+
+        @replace(Join, "__exit__")
+        def join(join, *args):
+            log.asked("join", None)
+            joined = threading.Event()
+            threading.Thread(target=self.leave_with_others, args=[joined],
+                             daemon=True).start()
+            try:
+                return join(*args)
+            finally:
+                joined.set()
+
+    def begin_update(self):
+        """row: what is recorded. now: what else belongs to this update. sums:
+        what all backward passes have computed, added up; weighed: the same,
+        each times the number of its targets.
+        """
+        self.log.sums, self.log.weighed = {}, {}
+        self.log.row = SimpleNamespace(
+            rows=[], columns=[], losses=[], wrapped=0, reduced=0, bytes=0,
+            calls=0, late=0, counts=[], targets=False, mixed=False)
+        self.log.now = SimpleNamespace(
+            pending=[], stream=None, unclipped={}, scaled=False, targets=0,
+            received=[], early=[])
+
+    def on_zeroed(self, weights: list[torch.Tensor]) -> None:
+        """Put aside what led to gradients that are thrown away.
+
+        It belongs to no update, if a backward pass follows: see
+        `take_back`.
+        """
+        log, zeroed = self.log, {id(weight) for weight in weights}
+        if not log.row.counts or self.recorded:
+            return
+        sharded = {key for key, weight in log.parameters.items()
+                   if key not in log.sums and weight.grad is not None}
+        if (log.sums.keys() | sharded) - zeroed:
+            for key in zeroed:  # another optimizer keeps its gradients
+                for values in log.sums, log.weighed, log.local:
+                    values.pop(key, None)
+            return
+        pending = log.now.pending  # forward passes whose backward comes yet
+        self.put_aside.append(PutAside(log.row, log.sums, log.weighed))
+        self.begin_update()
+        log.now.pending = pending
+
+    def take_back(self) -> None:
+        """Decide whether what was put aside led to this update.
+
+        It did if no backward pass came after it: then the script has taken
+        the gradients elsewhere before it threw them away.
+        """
+        log, aside, self.put_aside = self.log, self.put_aside, []
+        if log.row.counts or not aside:
+            self.seen["discarded"] += [len(self.seen["updates"])] * len(aside)
+            return
+        first, *others = aside
+        for one in others:
+            first.add(one)
+        vars(log.row).update(vars(first.row))
+        log.sums, log.weighed = first.sums, first.weighed
+
+    def on_message(self, name, tensors, group=None):
+        row, now = self.log.row, self.log.now
+        self.seen["low"] |= any(map(is_low, tensors))  # mixed, or compressed
+        row.mixed |= "gather" in name and bool(now.pending)
+        if name.startswith("recv"):
+            now.received += tensors  # kept: so is where they are
+        # one among nodes and one in each of them are one among all ranks
+        share = math.log(len(group[1]), self.size) if group and (
+            self.size > 1) else 1
+        if "reduce" in name and share:
+            message = (sum(tensor.numel() for tensor in tensors) * share, sum(
+                part.nbytes for tensor in tensors for part in (
+                    [tensor._indices(), tensor._values()] if tensor.is_sparse
+                    else [tensor])), bool(now.unclipped))
+            if self.recorded or any(map(self.carries_gradient, tensors)):
+                self.count(*message)
+            elif not self.log.sums:  # before backward(), if there is one
+                now.early.append(message)
+
+    def count(self, elements, size, late):
+        """Note a reduction of gradients. size: bytes. late: after clipping."""
+        row = self.log.row
+        row.calls += 1
+        row.reduced += elements
+        row.late += elements * late
+        row.bytes += size
+
+    def carries_gradient(self, tensor):
+        """Whether it has what a backward pass of this rank has computed: two
+        neighbours in a parameter's gradient, perhaps divided by their number.
+        """
+        log = self.log
+        known = {storage(weight.grad) for weight in log.parameters.values()}
+        if (tensor.is_sparse or tensor.numel() > MUCH
+                or storage(tensor) in known):
+            return True  # or it cannot be told
+        values, close = tensor.detach().float().flatten(), (
+            1e-2 if is_low(tensor) else 1e-5)
+        for key, part in log.sums.items():
+            grad, count = log.parameters[key].grad, log.parameters[key].numel()
+            if count > len(values) or count == 1 < len(values):
+                continue  # one number is in there by chance
+            if not part.any() and not values.any():
+                return True
+            apart = 1
+            if grad is None or grad.is_sparse or not grad.any():  # taken away
+                apart = -(-count // parts.LARGEST)  # elements of it, in `thin`
+                grad = part[:-1 if apart > 1 else None] * log.scale
+            grad = grad.detach().float().flatten().to(values.device)
+            at = min(grad.abs().argmax().item(), max(len(grad) - 2, 0))
+            some = grad[at:at + 2]
+            pairs = values.unfold(
+                0, apart * (len(some) - 1) + 1, 1)[:, ::apart]
+            for divisor in (1, self.size):
+                if some.any() and ((pairs - some / divisor).abs() <= (
+                        close * some.abs() / divisor)).all(1).any():
+                    return True
+        return False
+
+    def on_gradients(self, optimizer):
+        """Record an update that is to come, and end where it is the last."""
+        if self.recorded:  # a closure may be called several times
+            return
+        log, self.recorded = self.log, True
+        self.take_back()
+        if not (log.sums and all(
+                key in log.sums for key, weight in log.parameters.items()
+                if weight.grad is not None)):  # it may have been one's
+            for message in log.now.early:
+                self.count(*message)
+        if not log.row.counts:  # no loss.backward(), but autograd.grad()
+            take_pending(log)
+        if log.told and not self.made:  # others are of a validation
+            log.asked("epoch", any(log.told.values()))
+        number, _ = self.optimizers.setdefault(
+            id(optimizer), (len(self.optimizers), optimizer))
+        if self.made[number] == self.steps:
+            self.leave()
+        if self.kind == "saved" and any(
+                os.path.exists(f"{log.folder}/saved-{count}")
+                for count in range(len(self.seen["updates"]) + 1)):
+            self.since.add(number)
+            if self.seen["saved"] is None:
+                self.seen["saved"] = len(self.seen["updates"])
+        weights = self.name_weights(number, optimizer)
+        self.seen["updates"].append(self.snapshot(number, optimizer, weights))
+        self.made[number] += 1
+        if len(self.since) == len(self.optimizers):
+            self.leave()
+        if self.kind == "still":  # the optimizer leaves these alone then
+            for weight in weights.values():
+                weight.grad = None
+        self.weights = weights
+        self.begin_update()
+
+    def name_weights(self, number, optimizer):
+        """An optimizer's parameters by name."""
+        log, weights = self.log, [weight for group in optimizer.param_groups
+                                  for weight in group["params"]]
+        if not all(id(weight) in log.names for weight in weights):
+            log.tell("unnamed", weights)
+        named = {log.names.get(id(weight), f"parameter {number}.{i}"): weight
+                 for i, weight in enumerate(weights)}
+        self.seen["shapes"] |= {name: tuple(weight.shape)
+                                for name, weight in named.items()}
+        return named
+
+    def snapshot(self, number, optimizer, weights):
+        """What led to an update, beside losses and samples: `gradients`
+        before they are clipped; `local`, as this rank alone computed them.
+        """
+        log, now = self.log, describe(weights, thin)
+        # a fused optimizer takes the scale away itself
+        scale = getattr(optimizer, "grad_scale", None) or 1.0
+        gradients = {id(weight): thin(weight.grad) / scale for weight
+                     in weights.values() if weight.grad is not None
+                     } | log.now.unclipped
+        update = vars(log.row) | {
+            "optimizer": number,
+            "rates": [float(group["lr"]) for group in optimizer.param_groups
+                      if "lr" in group],
+            "drawn": dict(log.drawn),
+            "elements": sum(weight.numel() for weight in weights.values()
+                            if weight.requires_grad),
+            "without": [name for name, weight in weights.items()
+                        if weight.requires_grad and weight.grad is None
+                        and id(weight) not in log.sums],  # nor had one
+            "before": now if not self.made[number] or self.since else None,
+            "now": now,  # again before each
+            "random": random_states(),
+            **{name: describe(weights, lambda weight, by_id=by_id: by_id.get(
+                id(weight))) for name, by_id in (
+                    ("gradients", gradients), ("local", log.local),
+                    ("sums", log.sums), ("weighed", log.weighed))}}
+        if self.kind in ("saved", "resumed"):
+            update["kept"] = parts.describe(kept(optimizer, weights))
+        return update
+
+    def on_updated(self, optimizer):
+        self.recorded = False
+        # in this step
+        self.seen["updates"][-1]["within"] = self.log.row.reduced
+        self.begin_update()  # drop what a closure recomputes
+        buffers = {f"{i}.{name}": thin(buffer)
+                   for i, module in enumerate(self.log.modules.values())
+                   for name, buffer in persistent_buffers(module)
+                   if buffer.is_floating_point()}
+        self.seen["updates"][-1].update(weights=describe(
+            self.weights, thin), buffers=parts.describe(buffers.items()))
+
+    def on_skipped(self):
+        """Nothing of an update that a GradScaler leaves out is an update's."""
+        self.seen["skipped"].append(len(self.seen["updates"]))
+        self.recorded, self.put_aside = False, []
+        self.begin_update()
+
+    def leave(self):
+        """End here, once all others have: gloo fails where one has gone."""
+        self.log.asked("left", None)
+        self.log.finish()
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not all(
+                map(self.has_left, range(self.size))):
+            time.sleep(0.05)
+        end_workers()
+        sys.stdout.flush()
+        os._exit(0)
+
+    def leave_with_others(self, joined):
+        """Leave if another has: this rank, out of samples, waits for it."""
+        while not joined.wait(0.1):
+            if any(self.has_left(rank) for rank in range(self.size)):
+                self.leave()
+
+    def has_left(self, rank):
+        return os.path.exists(f"{self.log.folder}/{rank}.pt")
+
+
+def end_workers() -> None:
+    """End the processes of data loaders, which is no error of theirs.
+
+    PyTorch raises one in the main thread when a worker is killed.
+    """
+    signal_handling._error_if_any_worker_fails = lambda: None
+    for worker in multiprocessing.active_children():
+        worker.kill()
+
+
+def persistent_buffers(
+        module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield those that a checkpoint has: others may be a rank's own."""
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
+
+
+def describe(weights, tensor_of):
+    """What `parts.describe` says of a tensor of each named parameter."""
+    return parts.describe((name, tensor_of(weight))
+                          for name, weight in weights.items())
+
+
+def storage(tensor):
+    """Where its elements are, None if that cannot be told."""
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    return tensor.untyped_storage().data_ptr() if plain else None
+
+
+def kept(optimizer, weights):
+    """What an optimizer keeps for its parameters: (name, tensor) pairs."""
+    for key, weight in weights.items():
+        for name, value in optimizer.state.get(weight, {}).items():
+            if isinstance(value, (int, float)):
+                value = torch.tensor(float(value))
+            if isinstance(value, torch.Tensor):
+                yield f"{key} {name}", thin(value)
+
+
+def random_states():
+    """Of each generator of random numbers, a digest of its state."""
+    states = {"PyTorch's": torch.get_rng_state().tolist(),
+              "Python's": random.getstate(),
+              "NumPy's": sys.modules["numpy"].random.get_state()
+              if "numpy" in sys.modules else None,
+              "the GPU's": torch.cuda.get_rng_state().tolist()
+              if torch.cuda.is_initialized() else None}
+    return {name: hashlib.blake2b(repr(state).encode()).hexdigest()
+            for name, state in states.items()}
+
+
+def take_pending(log):
+    """Note what the modules were given as the samples of this update."""
+    for rows, columns in log.now.pending:
+        log.row.rows += rows
+        log.row.columns += columns
+    log.now.pending = []

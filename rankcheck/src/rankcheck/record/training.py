@@ -1,0 +1,294 @@
+"""Watches any training script: its models, their samples and updates.
+
+updates   of each call of an optimizer's step: see rows.py
+shapes    of the parameters by name, in the order of the optimizers. A name
+          begins with the class of the model that it is in, and a colon
+batchnorm whether statistics of a microbatch enter the loss
+low       whether it computes in bf16 or fp16
+draws     whether the model draws random numbers, dropout apart
+saved     how many updates were recorded when it had saved something
+copies    of the model: what `parts.describe` says of each at the end
+model     the same of all that train, in an optimizer or not
+tied      {another name of a parameter: its name}, within a module
+skipped   how many updates a GradScaler has left out, and before which others
+"""
+
+import contextlib
+import ctypes
+import gc
+import hashlib
+import importlib
+import os
+import sys
+from collections import Counter
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+import rankcheck.record.tensors as parts
+from rankcheck.record.collectives import messages
+from rankcheck.record.cpu_backend import on_gpu, process
+from rankcheck.record.files import opened
+from rankcheck.record.outputs import Outputs
+from rankcheck.record.recorder import Updates, replace
+from rankcheck.record.rows import Rows, random_states, storage, take_pending
+from rankcheck.record.tensors import is_low, thin, unwrap
+
+NO_OUTPUT = ("/dev/", "/proc/", "/.cache/", "__pycache__", ".lock")
+
+
+def probes(folder, size, steps, kind="", on_gpus=False, device="cpu",
+           outputs=0):
+    """Verify's. size, steps, kind: of `Rows`. folder: the log's, in that of
+    all runs. on_gpus: whether a CPU stands in for GPUs; device: "gpu" for GPUs
+    themselves. outputs: in how many updates those of modules are recorded.
+    """
+    return [partial(Rows, size=size, steps=steps, kind=kind), Modules(),
+            Outputs(outputs),
+            partial(use, module="torch_api"), Updates(),
+            process if device == "cpu" else on_gpu, messages,
+            *[partial(use, module="fake_cuda")] * on_gpus,
+            partial(opened, without=(
+                str(folder), *(f"{os.path.dirname(folder)}/{name}/"
+                               for name in ("guard", "tmp")), *NO_OUTPUT))]
+
+
+def use(log, module):
+    """Probes that take seconds to import: verify itself does without."""
+    for probe in importlib.import_module(f"rankcheck.record.{module}").PROBES:
+        probe(log)
+
+
+class Modules:
+    """Those that train, and what goes into the outermost of them."""
+
+    def __call__(self, log):
+        self.log, self.seen, self.inside = log, log.seen, False
+        self.seen |= {"batchnorm": False, "low": False, "draws": False,
+                      "copies": [], "model": {}, "tied": {}}
+        self.count = 1  # of targets of a backward pass
+        log.modules = {}  # by their id
+        self.classes = Counter()  # of those with parameters of their own
+        log.on("unnamed", self.meet_owners)
+        log.on("end", self.find_copies)
+
+        @replace(nn.Module, "__call__")  # hooks get no keyword arguments
+        def call(call, module, *args, **kwargs):
+            if wraps := isinstance(module, DistributedDataParallel):
+                # Lightning's may be in eval(), around a module that is not
+                log.row.wrapped += torch.is_grad_enabled()
+                if not module.require_backward_grad_sync:
+                    log.asked("forward in no_sync", None)
+            if self.inside:
+                output = call(module, *args, **kwargs)
+                log.tell("output", module, output)
+                return output
+            if not self.trains(module):
+                return call(module, *args, **kwargs)
+            self.meet(module)
+            if wraps or is_trainers(module) or hasattr(module, "_orig_mod"):
+                return call(module, *args, **kwargs)  # it hands them on
+            self.on_root(module, (args, kwargs))
+            self.inside = True
+            states = random_states()
+            try:
+                output = call(module, *args, **kwargs)
+            finally:
+                self.inside = False
+                self.seen["draws"] |= random_states() != states
+            log.tell("output", module, output)
+            return output
+
+        @replace(torch.Tensor, "backward")
+        def backward(backward, loss, *args, **kwargs):
+            row, now = log.row, log.now
+            log.scale = getattr(loss, "visible_scale", 1.0) or 1.0
+            if loss.numel() == 1:
+                row.losses.append(loss.item() / log.scale)
+            self.count = now.targets or sum(
+                len(rows) for rows, _ in now.pending) or 1
+            row.counts.append(self.count)
+            row.targets |= now.targets > 0
+            now.targets = 0
+            take_pending(log)
+            return backward(loss, *args, **kwargs)
+
+    def trains(self, module):
+        return (self.log.here and torch.is_grad_enabled() and module.training
+                and torch._C._current_graph_task_id() == -1
+                and any(one.requires_grad for one in module.parameters()))
+
+    def meet(self, module):
+        """Name its parameters, and watch their gradients."""
+        log = self.log
+        # torch.func puts others in the place of parameters: transforms do, and
+        # functional_call, by which they may be computed from those
+        if id(module) in log.modules or (
+                torch._C._functorch.peek_interpreter_stack()) or any(
+                not weight.is_leaf for weight in module.parameters()):
+            return
+        log.modules[id(module)] = module  # kept: so is its id
+        owner = find_trainers(module)
+        if owner:
+            self.meet(owner)
+        new = [(name, weight) for name, weight in module.named_parameters()
+               if id(weight) not in log.parameters]
+        model = class_of(module)
+        self.classes[model] += bool(new)
+        if self.classes[model] > 1:
+            model += f" {self.classes[model]}"
+        for name, weight in new:
+            full_name = f"{model}:{parts.plain_name(name)}"
+            log.names[id(weight)] = full_name
+            self.seen["model"][full_name] = tuple(weight.shape)
+            self.watch(weight)
+        names = {id(weight): log.names[id(weight)]
+                 for _, weight in module.named_parameters()}
+        for name, weight in module.named_parameters(remove_duplicate=False):
+            known = names.get(id(weight))
+            alias = f"{model}:{parts.plain_name(name)}"
+            if new and known and known != alias:
+                self.seen["tied"][alias] = known
+
+    def watch(self, weight: torch.Tensor) -> None:
+        """Watch the gradients of a parameter."""
+        from torch.distributed.tensor import DTensor
+
+        self.log.parameters[id(weight)] = weight
+        if weight.requires_grad and not isinstance(weight, DTensor):
+            weight.register_hook(partial(self.on_part, id(weight)))
+            hooks = weight._backward_hooks
+            for key in [*hooks][:-1]:
+                hooks[key] = hooks.pop(key)  # the script's: may reduce
+            weight.register_post_accumulate_grad_hook(self.on_gradient)
+
+    def meet_owners(self, weights):
+        """Of parameters that are used without a call of their module."""
+        self.meet_modules_of(weights)
+        for weight in weights:  # those that are in no module
+            if id(weight) not in self.log.parameters and weight.is_leaf:
+                self.watch(weight)
+
+    def meet_modules_of(self, weights):
+        modules = find_modules()
+        inner = {id(child) for one in modules for child in one.children()}
+        unnamed = {id(weight) for weight in weights} - self.log.names.keys()
+        for one in modules:
+            if id(one) not in inner and any(
+                    id(weight) in unnamed for weight in one.parameters()):
+                self.meet(one)
+
+    def on_part(self, key, gradient):
+        """What a backward pass computes: the script may add up elsewhere."""
+        log = self.log
+        part = thin(gradient) / log.scale
+        log.sums[key] = log.sums.get(key, 0) + part
+        log.weighed[key] = log.weighed.get(key, 0) + self.count * part
+
+    def on_gradient(self, weight):
+        """What this rank has computed, before it is reduced."""
+        if weight.grad is not None:  # a hook may have used it up already
+            self.log.local[id(weight)] = thin(weight.grad) / self.log.scale
+
+    def on_root(self, module, arguments):
+        """The outermost module of a forward pass, with all it is given.
+
+        The samples of an update are what the first of these is given: rows
+        of all tensors as long as the first, as far as they are data; or their
+        columns, where the batch is the second dimension.
+        """
+        now = self.log.now
+        self.seen["batchnorm"] |= any(
+            isinstance(part, _BatchNorm)
+            and not isinstance(part, nn.SyncBatchNorm)
+            and part.training for part in module.modules())
+        self.seen["low"] |= any(
+            is_low(weight) or torch.is_autocast_enabled(weight.device.type)
+            for weight in module.parameters())
+        now.stream = now.stream or id(module)
+        received = set(map(storage, now.received))
+        with torch._C._DisableFuncTorch():
+            given = [one for one in map(unwrap, tree_leaves(arguments))
+                     if isinstance(one, torch.Tensor) and one.dim()
+                     and not isinstance(one, nn.Parameter)
+                     and (one.is_leaf or not one.requires_grad)]
+            tensors = [getattr(one, "_local_tensor", one).detach().cpu()
+                       for one in given if storage(one) not in received]
+            hashes = None
+            if given and not tensors and now.stream == id(module):
+                now.pending = []  # by a pipeline's stage, to learn of shapes
+            elif tensors and now.stream == id(module):
+                hashes = [hash_each(tensors, axis) for axis in (0, 1)]
+                now.pending.append(hashes)
+        self.log.tell("root", module, hashes)
+
+    def find_copies(self):
+        """Modules like one that trains, with weights that do not: averages."""
+        def form(module):
+            return [(parts.plain_name(name), weight.shape)
+                    for name, weight in module.named_parameters()]
+
+        with contextlib.suppress(Exception):  # of half a module
+            forms = [form(module) for module in self.log.modules.values()]
+            self.seen["copies"] = [
+                parts.describe((name, thin(weight)) for name, weight
+                               in one.named_parameters())
+                for one in find_modules()
+                if not any(id(weight) in self.log.parameters
+                           for weight in one.parameters())
+                and form(one) in forms]
+
+
+def find_modules():
+    return [thing for thing in gc.get_objects()
+            if issubclass(type(thing), nn.Module)]
+
+
+def is_trainers(module):
+    return any(base.__name__ == "LightningModule"
+               for base in type(module).__mro__)
+
+
+def find_trainers(module):
+    """The module of a Lightning Trainer that this one is in, or None: the
+    Trainer calls it only if it is wrapped, so in one process not at all.
+    """
+    if is_trainers(module) or not sys.modules.keys() & {
+            "lightning", "pytorch_lightning"}:
+        return None
+    return next((one for one in find_modules() if is_trainers(one)
+                 and any(part is module for part in one.modules())), None)
+
+
+def class_of(module):
+    """The name of its class, or of that inside of what is around it."""
+    children = dict(module.named_children())
+    if len(children) == 1 and f"{min(children)}." in parts.WRAPPERS:
+        return class_of(*children.values())
+    return next(name for name in (base.__name__ for base in type(
+        module).__mro__) if not name.startswith("FSDP"))  # fully_shard's
+
+
+def hash_each(tensors, axis):
+    """Of the first tensor's rows or columns, and those of others with as many.
+
+    With tokens, of integers alone: a state that a model is given, which it
+    has computed, differs by rounding.
+    """
+    tokens = tensors[0].dim() > 1 and not tensors[0].is_floating_point()
+    parts = [tensor.movedim(axis, 0) for tensor in tensors
+             if tensor.dim() > axis
+             and not (tokens and tensor.is_floating_point())]
+    hashes = [hashlib.blake2b(digest_size=8) for _ in range(
+        len(parts[0]) if tensors[0].dim() > axis else 0)]
+    for part in parts:
+        if len(part) == len(hashes):
+            flat = part.reshape(len(part), -1).clone(
+                memory_format=torch.contiguous_format)  # its strides, too
+            for one, data in zip(hashes, flat.view(torch.uint8), strict=True):
+                one.update(ctypes.string_at(data.data_ptr(), len(data)))
+    return [one.hexdigest() for one in hashes]

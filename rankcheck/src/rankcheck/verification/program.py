@@ -1,0 +1,120 @@
+"""What is to be verified, as it is typed: a script, or a module of a package.
+
+A launcher before it is left out, as verify is one itself: `torchrun x.py`.
+"""
+
+import importlib.machinery
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankcheck.system.errors import UserError, require
+from rankcheck.system.launchers import LAUNCHERS
+
+# What it gives each process beside the environment
+TELLS = {"deepspeed": ["--local_rank={rank}"],
+         "torch.distributed.launch": ["--local-rank={rank}"]}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is to be verified."""
+
+    script: Path
+    flags: tuple  # its own
+    module: str = ""  # its name, as after python -m
+    launcher: str = ""  # that was left out, with its own flags
+
+    @property
+    def name(self):
+        return f"-m {self.module}" if self.module else self.script.name
+
+    def with_size(self, size, run, more=()):
+        """Its flags, and more, with {n}, {16/n}, {2*n} and {run} replaced."""
+        def value(found):
+            number, sign = int(found[1] or 1), found[2] or "*"
+            if sign == "*":
+                return str(number * size)
+            require(number % size == 0, f"{found[0]}: {number} is not "
+                    f"divisible by {size}")
+            return str(number // size)
+
+        return [re.sub(r"\{(?:(\d+)([*/]))?n\}", value, flag).replace(
+            "{run}", run) for flag in (*self.flags, *more)]
+
+
+def read(words):
+    """The `Program` of a command line, of which one -- is verify's: it comes
+    before the script, or else right behind it.
+    """
+    before = list(words[:1]) == ["--"]
+    words = list(words)[before:]
+    launcher, told = "", []
+    while words:
+        word, module = Path(words[0]).name, words[0] == "-m"
+        if re.fullmatch(r"python[\d.]*", word):
+            words.pop(0)
+            while words and re.fullmatch("-[^mc].*", words[0]):
+                del words[:2 if words[0] in ("-W", "-X") else 1]
+        elif word in LAUNCHERS or (
+                module and words[1:] and words[1] in LAUNCHERS):
+            launcher = words[1] if module else word
+            told = TELLS.get(launcher, [])
+            words = after_flags(words[1 + module:], launcher)
+        else:
+            break
+    require(words, "name the script: rankcheck verify -n 2 -- train.py "
+            "--its-flags")
+    require(words[0] != "-c", "verify needs a script in a file, not -c")
+    end = 1 + module
+    if not before and words[end:end + 1] == ["--"]:
+        del words[end]
+    if module:
+        require(words[1:], "name the module behind -m")
+        return Program(find_module(words[1]), (*told, *words[2:]), words[1],
+                       launcher)
+    script = Path(words[0]).absolute()
+    require(not is_program(words[0]), f"{words[0]} is a program: verify "
+            "starts the processes itself, so name the script that it starts: "
+            "rankcheck verify -n 2 -- train.py --its-flags")
+    require(os.path.lexists(script), f"{words[0]} is not there")
+    require(script.is_file(), f"{words[0]} is no file")
+    return Program(script, (*told, *words[1:]), launcher=launcher)
+
+
+def is_program(word):
+    """Whether a shell would start it, and it is no script of Python's here."""
+    if not os.path.isfile(word):
+        return bool(shutil.which(word))
+    if word.endswith(".py") or not os.access(word, os.X_OK):
+        return False
+    with open(word, "rb") as file:
+        return b"python" not in file.readline()
+
+
+def after_flags(words, launcher):
+    """What follows a launcher's own flags: a script, or -m and a module."""
+    for i, word in enumerate(words):
+        if word in ("-m", "--module"):
+            return ["-m", *words[i + 1:]]
+        if word.endswith(".py"):
+            return words[i:]
+    raise UserError(f"which script does {launcher} start? Name it without the "
+                    "launcher: rankcheck verify -n 2 -- train.py --its-flags")
+
+
+def find_module(name):
+    """The file that `python -m NAME` runs here."""
+    path = [os.getcwd(), *sys.path]
+    for part in (*name.split("."), "__main__"):
+        found = importlib.machinery.PathFinder.find_spec(part, path)
+        require(found, f"there is no module {name} here: {part} was not "
+                "found in the current folder, nor where it was installed")
+        if found.submodule_search_locations is None:
+            return Path(found.origin)
+        path = list(found.submodule_search_locations)
+    raise UserError(f"{name} is a package without a __main__.py: name one of "
+                    "its modules")

@@ -1,0 +1,247 @@
+"""What `why` says of each job in a folder, as lines of text or for JSON."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rankcheck.engine.findings import Finding
+from rankcheck.why.evidence import UNWATCHED
+from rankcheck.why.judge import judge
+from rankcheck.why.ranks import Rank
+from rankcheck.why.seen import describe
+
+HOSTS = 4  # named in a line
+# What differs between ranks that do the same: seconds, clocks, PIDs
+DIFFERS = re.compile(r"(?<= for )\d+(?= s\b)|\b\d\d:\d\d:\d\d\b"
+                     r"|(?<=process )\d+(?= \()")
+VERBS = {"is": "are", "has": "have", "was": "were"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found of one job."""
+
+    ranks: list[Rank]
+    finding: Finding
+
+    @property
+    def is_fault(self) -> bool:
+        return self.finding.verdict == "FAIL"
+
+    @property
+    def runs(self) -> bool:
+        return any(rank.runs for rank in self.ranks)
+
+    @property
+    def token(self) -> str | None:
+        """Which start it is of; None if it is not known."""
+        tokens = {getattr(rank, "token", None) for rank in self.ranks}
+        return next(iter(tokens - {None}), None)
+
+    @property
+    def world_size(self) -> int | None:
+        """As all of its ranks say; None if they do not agree."""
+        sizes = {rank.world_size for rank in self.ranks}
+        return sizes.pop() if len(sizes) == 1 else None
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have left no evidence."""
+        found = {rank.rank for rank in self.ranks}
+        return sorted({*range(self.world_size or 0)} - found)
+
+
+def answer(ranks: list[Rank],
+           look_again: Callable[[], list[Rank]] | None = None) -> Answer:
+    return Answer(ranks, judge(ranks, look_again))
+
+
+def order(answers: list[Answer], last_start: str | None) -> list[Answer]:
+    """What matters most first: a proven fault, then what is of the last
+    start, then what runs, then what began last.
+    """
+    return sorted(reversed(answers), key=lambda one: (
+        not one.is_fault, one.token != last_start, not one.runs))
+
+
+def join_ranks(numbers: list[int]) -> str:
+    """For example `rank 3`, or `ranks 0-62, 64`."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    words = []
+    for span in spans:
+        if len(span) > 2:
+            words.append(f"{span[0]}-{span[-1]}")
+        else:
+            words += map(str, span)
+    noun = "rank" if len(numbers) == 1 else "ranks"
+    return f"{noun} {', '.join(words)}"
+
+
+def join_hosts(ranks: list[Rank]) -> str:
+    hosts = [*dict.fromkeys(rank.host for rank in ranks)]
+    words = ", ".join(hosts[:HOSTS])
+    if len(hosts) > HOSTS:
+        words += f" and {len(hosts) - HOSTS} more nodes"
+    return words
+
+
+def merge_words(texts: list[str]) -> str:
+    """One text for texts that are equal but for what `DIFFERS`."""
+    values = [*zip(*map(DIFFERS.findall, texts))]
+
+    def merge(_: re.Match[str]) -> str:
+        found = values.pop(0)
+        first, last = min(found, key=sort_key), max(found, key=sort_key)
+        return first if first == last else f"{first}-{last}"
+
+    return DIFFERS.sub(merge, texts[0])
+
+
+def sort_key(text: str) -> tuple[int, str]:
+    return len(text), text
+
+
+def group_equal(ranks: list[Rank]) -> list[list[Rank]]:
+    """Those that do the same, in the order of the first of each."""
+    groups = defaultdict(list)
+    for rank in ranks:
+        number = rank.calls[-1]["number"] if rank.calls else None
+        groups[number, DIFFERS.sub("", describe(rank))].append(rank)
+    return [*groups.values()]
+
+
+def describe_group(ranks: list[Rank]) -> str:
+    """A line of the table, of a rank or of several that do the same."""
+    first = ranks[0]
+    words = merge_words([describe(rank) for rank in ranks])
+    line = (f"{join_ranks([rank.rank for rank in ranks])} on "
+            f"{join_hosts(ranks)}")
+    if len(ranks) == 1:
+        line += f", process {first.pid}"
+    else:
+        verb, space, rest = words.partition(" ")
+        words = VERBS.get(verb, verb.removesuffix("s")) + space + rest
+    if first.calls:
+        line += f", collective {first.calls[-1]['number']}"
+    return f"{line}: {words}"
+
+
+def describe_missing(found: Answer) -> str:
+    """Of which ranks nothing is known; "" if something is of all."""
+    if not found.missing:
+        return ""
+    verb = "has" if len(found.missing) == 1 else "have"
+    return (f"{join_ranks(found.missing)}, of {found.world_size}, {verb} left "
+            f"no evidence here: {UNWATCHED}")
+
+
+def name_job(found: Answer) -> str:
+    """What tells a job from others: its ranks, and where they meet."""
+    first = found.ranks[0]
+    words = join_ranks([rank.rank for rank in found.ranks])
+    if found.world_size:
+        words += f" of {found.world_size}"
+    if first.master[1]:
+        words += f", MASTER_PORT {first.master[1]}"
+    run = (getattr(first, "start", None) or [None])[0]
+    if run and run != "none":
+        words += f", run id {run}"
+    return f"{words}, on {join_hosts(found.ranks)}"
+
+
+def describe_stacks(ranks: list[Rank]) -> list[str]:
+    """Whole stacks, innermost line last, in lines: of ranks where they are
+    equal those together.
+    """
+    groups: dict[tuple[str, tuple[Any, ...]], list[Rank]] = defaultdict(list)
+    for rank in ranks:
+        groups["main thread", freeze(rank.stack)].append(rank)
+        for name, number, stack in rank.threads or ():
+            if number != rank.pid:
+                groups[f"thread {name}", freeze(stack)].append(rank)
+    lines = []
+    for (name, stack), members in groups.items():
+        numbers = [rank.rank for rank in members]
+        lines.append(f"{name} of {join_ranks(numbers)}:")
+        if not stack:
+            lines.append("  not known")
+        for file, line, function in stack:
+            lines.append(f'  File "{file}", line {line}, in {function}')
+    return lines
+
+
+def freeze(stack: list[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(frame) for frame in stack)
+
+
+# ------------------------------------------------------------------- JSON
+
+
+def to_json(found: Answer, stacks: bool) -> dict[str, Any]:
+    """A job, as README.md describes it."""
+    finding = found.finding
+    return {
+        "kind": finding.kind or None, "verdict": finding.verdict,
+        "text": finding.text, "advice": finding.advice,
+        "blamed": sorted({rank.rank for rank in finding.ranks}),
+        "world_size": found.world_size, "missing": found.missing,
+        "ranks": [rank_to_json(rank, stacks) for rank in found.ranks]}
+
+
+def rank_to_json(rank: Rank, stacks: bool) -> dict[str, Any]:
+    place = None
+    if rank.place.file != "?":
+        place = {"file": rank.place.file, "line": rank.place.line,
+                 "function": rank.place.function}
+    last = call_to_json(rank.calls[-1]) if rank.calls else None
+    document = {
+        "rank": rank.rank, "host": rank.host, "pid": rank.pid,
+        "state": rank.ending, "answers": not rank.mute,
+        "seconds": round(rank.still, 1) if rank.runs else None,
+        "place": place, "collective": last, "waits": wait_to_json(rank),
+        "error": error_to_json(rank), "text": describe(rank)}
+    if stacks:
+        document["stack"] = [[*frame] for frame in rank.stack]
+        document["threads"] = [
+            {"name": name, "id": number, "stack": stack}
+            for name, number, stack in rank.threads or ()
+            if number != rank.pid]
+    return document
+
+
+def call_to_json(call: dict[str, Any]) -> dict[str, Any]:
+    return {"call": call["call"], "number": call["number"],
+            "group": call["name"], "sizes": call["sizes"],
+            "types": call["types"], "ended": not call["waits"]}
+
+
+def wait_to_json(rank: Rank) -> dict[str, Any] | None:
+    """In what it waits, and for whom if it is a message to one rank."""
+    if not rank.waits:
+        return None
+    call = rank.message or next(iter(rank.awaited), None)
+    if call is None:
+        return {"call": rank.sources.find_wait(rank.stack) or None,
+                "number": None, "group": None, "peer": None}
+    return {"call": call["call"], "number": call["number"],
+            "group": call["name"], "peer": call.get("peer")}
+
+
+def error_to_json(rank: Rank) -> dict[str, Any] | None:
+    """With what it has ended, if that is no success."""
+    ended = rank.ended or {}
+    status = ended.get("status")
+    if not (status or ended.get("error") or rank.signal):
+        return None
+    return {"type": ended.get("error"), "message": ended.get("message"),
+            "status": status if isinstance(status, int) else None,
+            "signal": rank.signal or None}

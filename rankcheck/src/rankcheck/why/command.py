@@ -1,0 +1,259 @@
+"""rankcheck why [RUN|JOBID]: what is wrong, and what to do."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rankcheck.system.errors import UserError
+from rankcheck.why import evidence, hang, start
+from rankcheck.why.answer import (
+    Answer,
+    answer,
+    describe_group,
+    describe_missing,
+    describe_stacks,
+    group_equal,
+    name_job,
+    order,
+    to_json,
+)
+from rankcheck.why.ranks import Rank
+
+SCHEMA = 1  # of --json: another number if a field changes or goes
+TIMED = 4  # ranks of which the lines are told that take the time
+BETWEEN = 5  # seconds between two looks
+
+
+def add_arguments(parser):
+    parser.after = "the job's own words"
+    parser.description += (" `why run -- torchrun ...` starts a job so that "
+                           "this is known.")
+    parser.add_argument("job", nargs="?", metavar="RUN|JOBID", help="its "
+                        "folder, or SLURM's number of it; without it, the job "
+                        "that was started last")
+    parser.add_argument("--json", action="store_true", help="print one JSON "
+                        "document")
+    parser.add_argument("--stacks", action="store_true", help="also whole "
+                        "stacks, of equal ones one")
+    parser.add_argument("--on-hang", metavar="COMMAND", help="of `why run`: "
+                        "run this once, when no rank has made progress for "
+                        "the time of --hang-after; {} in it is the folder")
+    parser.add_argument("--hang-after", type=float, metavar="SECONDS",
+                        default=hang.PATIENCE, help="for --on-hang "
+                        "(%(default)s)")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked, and by whom.
+
+    Attributes:
+        runs: where a job's folder is looked for by its number.
+        describe_run: says in a line how the run in a folder was started.
+        explain_speed: says in several what its steps' time goes to; both say
+            nothing if they do not know it.
+    """
+
+    target: str | None
+    as_json: bool = False
+    stacks: bool = False
+    runs: Path = Path("runs")
+    describe_run: Callable[[Path], str] = lambda folder: ""
+    explain_speed: Callable[[Path], Iterable[str]] = lambda folder: ()
+
+
+def main(args: Namespace, **options: Any) -> int:
+    """options: as `Request` has them. Returns 2 if there is nothing to see."""
+    given = vars(args)
+    try:
+        if args.job == "run" and args.flags:
+            start_watcher = None
+            if args.on_hang is not None:
+                start_watcher = partial(
+                    hang.start_watcher, command=args.on_hang,
+                    seconds=args.hang_after)
+            start.run(args.flags, start_watcher)
+        if given.get("on_hang") is not None:
+            raise UserError("--on-hang belongs to a start: rankcheck why run "
+                            "--on-hang COMMAND -- torchrun ...")
+        return why(args.job, as_json=given.get("json", False),
+                   stacks=given.get("stacks", False), **options)
+    except UserError as error:
+        if given.get("json"):
+            print_document({"status": 2, "error": str(error),
+                            "candidates": getattr(error, "candidates", [])})
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def why(target: str | None, **options: Any) -> int:
+    """Print the answer; returns the exit status, 1 if a fault is proven.
+
+    target, options: as `Request` has them.
+    """
+    request = Request(target, **options)
+    folder = evidence.find(target, request.runs)
+    starts = start.starts_of(folder)
+    begun = starts[-1] if starts else None
+    commands = {one.token: one.command for one in starts}
+    name = target or str(folder)
+    if target is None and not request.as_json:
+        print(f"what was started last: {folder}",
+              *(begun.command if begun else ()))
+    found = evidence.gather(folder)
+    if not found.jobs or (begun and is_unseen(begun, found.jobs)):
+        raise UserError(f"{name}: {evidence.say_begin(folder)}")
+    if found.refused and any(
+            rank.alive is not False and not rank.ended
+            for ranks in found.jobs for rank in ranks):
+        raise UserError(say_refused(folder, found))
+    answers = order([
+        answer(ranks, lambda ranks=ranks: look_again(folder, ranks))
+        for ranks in found.jobs], begun.token if begun else None)
+    status = int(any(one.is_fault for one in answers))
+    if request.as_json:
+        first, *others = [to_json(one, request.stacks) for one in answers]
+        print_document({
+            "status": status, "folder": str(folder),
+            "command": commands.get(answers[0].token), **first,
+            "other_jobs": others,
+            "slurm": evidence.ask_about(name)})
+        return status
+    if len(answers) == 1:
+        print_answer(answers[0], request, folder)
+    else:
+        print_all(answers, request, folder, commands)
+    if not all(one.runs for one in answers):
+        print_outputs(starts, found.jobs)
+    if answers[0].finding.kind in ("", "straggler"):
+        for line in request.explain_speed(find_place(request, folder)):
+            print(line)
+    return status
+
+
+def print_document(fields: dict[str, Any]) -> None:
+    """Print one JSON document, with all fields: what is not known is null."""
+    document = dict.fromkeys((
+        "schema", "status", "error", "folder", "command", "kind", "verdict",
+        "text", "advice", "blamed", "world_size", "missing", "ranks",
+        "other_jobs", "slurm", "candidates"))
+    print(json.dumps({**document, "schema": SCHEMA, **fields}, indent=2,
+                     allow_nan=False))
+
+
+def is_unseen(begun: start.Start, found: list[list[Rank]]) -> bool:
+    """Whether the folder's last start has no rank yet, and all that it holds
+    is over, of earlier ones.
+    """
+    ranks = [rank for some in found for rank in some]
+    tokens = {getattr(rank, "token", None) for rank in ranks}
+    return begun.token not in tokens and None not in tokens and not any(
+        rank.runs or rank.written > begun.time for rank in ranks)
+
+
+def say_refused(folder: Path, found: evidence.Evidence) -> str:
+    """That the ranks could not be asked, and what they wrote before."""
+    lines = [f"{folder} cannot be written to ({found.refused}), so the ranks "
+             "could not be asked where they are",
+             "fix: ask as the user who has started the job, or make room on "
+             "that disk", "what they wrote before:"]
+    for rank in (rank for ranks in found.jobs for rank in ranks):
+        lines.append(f"  rank {rank.rank} on {rank.host}, process {rank.pid}: "
+                     f"last wrote at {rank.heard}")
+    return "\n".join(lines)
+
+
+def print_outputs(starts: list[start.Start], found: list[list[Rank]]) -> None:
+    """How the outputs of those starts end of which ranks were found."""
+    tokens = {getattr(rank, "token", None) for ranks in found
+              for rank in ranks}
+    for begun in [one for one in starts if one.token in tokens] or starts[-1:]:
+        if output := evidence.say_output(begun):
+            print(f"  {output}")
+
+
+def find_place(request: Request, folder: Path) -> Path:
+    """The run's folder: the evidence is in RUN/why or RUN/why/JOB-START."""
+    return next(filter(request.describe_run, [*folder.parents][:2]),
+                folder.parent)
+
+
+def print_all(answers: list[Answer], request: Request, folder: Path,
+              commands: dict[str, list[str]]) -> None:
+    """Of several jobs: in full those with a fault, those that run, and the
+    last one; of the others a line.
+
+    commands: what each start has started, by its token.
+    """
+    tokens = {one.token for one in answers}
+    count = sum(one.runs for one in answers)
+    print(f"{len(answers)} jobs were started here, {count} of them "
+          f"{'runs' if count == 1 else 'run'}: what matters most is first")
+    newest = max(answers, key=lambda one: one.ranks[0].began)
+    for number, one in enumerate(answers, 1):
+        name = name_job(one)
+        if len(tokens) > 1 and one.token in commands:
+            name += f", of {shlex.join(commands[one.token])}"
+        print(f"\njob {number} of {len(answers)}: {name}")
+        if one.is_fault or one.runs or one is newest:
+            print_answer(one, request, folder)
+        else:
+            print(f"no fault is proven: {one.finding.text}")
+
+
+def print_answer(found: Answer, request: Request, folder: Path) -> None:
+    finding = found.finding
+    print(f"{finding.kind or 'no fault is proven'}: {finding.text}")
+    if finding.advice:
+        print(f"{'try' if finding.kind else 'look'}: {finding.advice}")
+    for line in evidence.ask_about(request.target or str(folder)):
+        print(f"  SLURM: {line}")
+    if about := request.describe_run(find_place(request, folder)):
+        print(f"  {about}")
+    for group in group_equal(found.ranks):
+        print(f"  {describe_group(group)}")
+    if missing := describe_missing(found):
+        print(f"  {missing}")
+    timed = [rank for rank in found.ranks if rank.runs and (
+        rank is found.ranks[0] or rank in finding.ranks)]
+    for rank in timed[:TIMED]:
+        print_times(rank)
+    if request.stacks:
+        print(*describe_stacks(found.ranks), sep="\n")
+
+
+def look_again(folder: Path, ranks: list[Rank]) -> list[Rank]:
+    """The ranks of the same job, some seconds after the first look."""
+    time.sleep(BETWEEN)
+    first = {(rank.host, rank.pid) for rank in ranks}
+    for later in evidence.gather(folder).jobs:
+        if first & {(rank.host, rank.pid) for rank in later}:
+            return later
+    return []
+
+
+def print_times(rank, most=4):
+    """The lines of the script that the rank spends its time in.
+
+    On a GPU these are the lines that wait for it, or keep it waiting.
+    """
+    lines, whole = Counter(), sum(times for times, _ in rank.looks)
+    for times, stack in rank.looks:
+        lines[f"{rank.find_place(stack)}" + " (waits for other ranks)"
+              * bool(rank.sources.find_wait(stack))] += times
+    if whole:
+        print(f"where the time of rank {rank.rank} goes, of {whole} looks in "
+              "two seconds:")
+    for line, times in lines.most_common(most):
+        print(f"  {100 * times / whole:3.0f}%  {line}")

@@ -1,0 +1,426 @@
+"""Collects the evidence: what the ranks of a start have written themselves
+(witness.py), what the system says of them now, and SLURM's word.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankcheck.system import proc
+from rankcheck.system.errors import UserError, read_regular, require
+from rankcheck.system.hook import HOOK
+from rankcheck.why import calls, jobs, start, witness
+from rankcheck.why.ranks import Rank
+from rankcheck.why.start import SAID, Start
+
+ANSWER = 12  # seconds that the ranks have to answer
+FORMATS = (witness.FORMAT, "rankcheck 3")  # of records that can be read
+HOW = "start it by `rankcheck why run -- COMMAND`"
+PY_SPY = ("while it runs, `py-spy dump --subprocesses --pid PID` shows the "
+          "lines of its processes")
+JOB = re.compile(r"\d+(_\d+)?")  # 12_3 is an element of SLURM's array 12
+# Lines of a launcher's output that say nothing of the script
+PYTHON = re.compile(r"python[0-9.]*")
+IGNORES = re.compile("-[a-zA-Z]*[IES][a-zA-Z]*")
+UNWATCHED = ("look for ranks that run without the hook: a job script that "
+             "sets PYTHONPATH anew, `env -i`, sudo, ssh, a container, "
+             "--export=NONE, Python's options -I, -E and -S; or an import "
+             "that fails, or a launcher that has not begun them")
+OWN = re.compile("^frame #|/distributed/elastic/|<omitting python frames>")
+
+
+class Ambiguous(UserError):
+    """Several starts may be meant: `candidates`."""
+
+    def __init__(self, candidates: list[Start | Path]) -> None:
+        self.candidates = [describe_candidate(one) for one in candidates]
+        lines = [f"  {one['text']}" for one in self.candidates]
+        names = shlex.quote(self.candidates[-1]["folder"])
+        super().__init__("\n".join([
+            f"{len(lines)} starts may be meant, and which of them was the "
+            "last one that you mean is not known:", *lines,
+            f"fix: name one, as in `rankcheck why {names}`"]))
+
+
+def describe_candidate(candidate: Start | Path) -> dict[str, str]:
+    """What to choose it by: its folder, its command, and a line with both."""
+    if isinstance(candidate, Path):
+        return {"folder": str(candidate), "command": "",
+                "text": f"{candidate}  which RANKCHECK_WHY names here"}
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(candidate.time))
+    state = "has ended"
+    if candidate.runs:
+        state = "runs"
+    elif candidate.may_run:
+        state = "may run"
+    command = shlex.join(candidate.command)
+    return {"folder": candidate.folder, "command": command, "text": (
+        f"{candidate.folder}  {command}  ({state} on {candidate.host}, "
+        f"started at {clock})")}
+
+
+def find_last(env: Mapping[str, str]) -> Path:
+    """The folder of what was started last.
+
+    Raises:
+        Ambiguous: if each of several may be meant.
+        UserError: if there is none.
+    """
+    found: list[Start | Path] = [*start.find_last(env)]
+    named = Path(env.get(witness.FOLDER) or os.curdir).absolute()
+    if env.get(witness.FOLDER) and [*named.glob("*-[0-9]*.json")] and not any(
+            Path(one.folder) == named for one in found):
+        found.append(named)  # started without `why run`, with the hook alone
+    require(found, f"nothing was watched yet: {HOW}; {PY_SPY}")
+    if len(found) > 1:
+        raise Ambiguous(found)
+    if isinstance(found[0], Path):
+        return found[0]
+    folder = Path(found[0].folder)
+    require(folder.is_dir(), f"the folder of what was started last is gone: "
+            f"{folder}, {shlex.join(found[0].command)}")
+    return folder
+
+
+def find(target, runs):
+    """The folder with the evidence.
+
+    target: a run's folder, or a job's id; None: what was started last. runs:
+    the folder of the runs' folders.
+    """
+    if target is None:
+        return find_last(os.environ)
+    number = target.partition(".")[0]  # PBS's jobs are 123.server
+    is_job = JOB.fullmatch(number)
+    require(is_job or Path(target).is_dir(), f"{target}: no such folder: name "
+            "a run's folder, or a job's id")
+    places = sorted(runs.glob(f"*-{number}")) if is_job else [Path(target)]
+    require(places or find_starts_of(number), f"{target}: no run in {runs} "
+            "has this number, nor a start in the cache: name the folder that "
+            "the job's output names")
+    places = places or find_starts_of(number)
+    files = [file for place in places for inside in ("", "why/", "why/*/")
+             for name in ("*-[0-9]*.json", f"*{witness.BEGIN}")
+             for file in place.glob(inside + name)]
+    require(files, f"{target}: no rank has left evidence there: name the "
+            "folder that the job's output names, or none for what was started "
+            f"last; if nothing was watched, {HOW}; {PY_SPY}")
+    return max(files, key=lambda file: file.stat().st_mtime).parent
+
+
+def find_starts_of(number: str) -> list[Path]:
+    """The folders of `why run` of which a rank was in this job of SLURM's."""
+    place, found = witness.STARTS.index("SLURM_JOB_ID"), []
+    for folder in sorted(start.STARTS.glob("*/")):
+        for file in sorted(folder.glob("*-[0-9]*.json"))[:3]:
+            told = read_json(file).get("start") or []
+            if told[place:place + 1] == [number]:
+                found.append(folder)
+                break
+    return found
+
+
+def ask_about(target):
+    """What SLURM says of a job and its steps, a line each; [] without one."""
+    if not JOB.fullmatch(target):
+        return []
+    fields = "JobID,State,ExitCode,MaxRSS,NodeList"
+    lines = ask_slurm("sacct", "-n", "-P", "-j", target, "-o", fields)
+    if not lines.strip():  # a cluster without accounts
+        text = ask_slurm("scontrol", "-o", "show", "job", target)
+        lines = " ".join(re.findall(
+            r"(?:JobState|Reason|ExitCode|NodeList)=\S+", text))
+    return lines.replace("|", " ").splitlines()
+
+
+def ask_slurm(*command):
+    """What a command of SLURM prints; "" where it is not installed."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True,
+                              timeout=20, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def read_output(begun: Start) -> bytes | None:
+    """What was written to the file of a start's standard error since then;
+    None if it is not there any more, as after another start with `> FILE`.
+
+    Another start that writes to it says so by a line of its own: what follows
+    is not of this one.
+    """
+    if begun.output is None:
+        return None
+    try:
+        with open(begun.output, "rb") as log:
+            log.seek(begun.output_begin)
+            text = log.read()
+    except OSError:
+        return None
+    line = f"{SAID}{shlex.quote(begun.folder)}\n".encode()
+    if not text.startswith(line):
+        return None
+    return text[len(line):].partition(SAID.encode())[0]
+
+
+def say_output(begun: Start) -> str:
+    """How the output of a start ends, in lines; "" if it went to no file."""
+    if begun.output is None:
+        return ""
+    text = read_output(begun)
+    if text is None:
+        return (f"its output, {begun.output}, is not there any more: the file "
+                "is gone, or something else was written to it")
+    return f"its output, {begun.output}, ends:\n{cut_output(text)}"
+
+
+def cut_output(output: bytes, lines: int = 6) -> str:
+    """The last lines of a launcher's output, without its own traceback."""
+    text = output[-100_000:].decode(errors="replace")
+    before, _, last = text.rpartition("Traceback (most recent call last)")
+    kept = [line[:200] for line in (
+        before if "torch/distributed/run.py" in last else text).splitlines()
+        if line.strip() and not OWN.search(line)]
+    return "\n".join(f"  {line}" for line in kept[-lines:])
+
+
+def say_begin(folder: Path) -> str:
+    """What is known of a start without a rank: what its launcher has said,
+    what it awaits, and which of its processes run without the hook.
+    """
+    starts = start.starts_of(folder)
+    texts = [f"{told['error']}: {told['message'].strip()}"
+             for file in folder.glob("*.exits")
+             for pid, told in read_json(file).items() if pid == "launcher"]
+    begun = starts[-1] if starts else None
+    if begun is not None and begun.runs:
+        children = proc.descendants(begun.pid)
+        unmet = [place for child in children
+                 for place in proc.connecting(child)]
+        words = f"process {begun.pid} runs"
+        if unmet:
+            words += f", and gets no answer from {unmet[0]}"
+        texts.append(words)
+        texts += [found for child in children
+                  if (found := say_unwatched(child))]
+        texts.append("`py-spy dump --subprocesses --pid "
+                     f"{begun.pid}` shows the lines of its processes")
+    else:
+        texts.append(UNWATCHED)
+    if begun is not None and (output := say_output(begun)):
+        texts.append(output)
+    return "; ".join(["no rank has been seen", *texts])
+
+
+def say_unwatched(pid: int) -> str:
+    """Why a process that runs Python is not watched; "" if it is, or if it is
+    another program.
+    """
+    command = [word for word in proc.read_command(pid) if word]
+    if not command or not PYTHON.fullmatch(os.path.basename(command[0])):
+        return ""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    except OSError:  # it has ended, or is another user's
+        return ""
+    variables = dict(line.split("=", 1) for line in text.split("\0")
+                     if "=" in line)
+    hooks = [place for place in variables.get("PYTHONPATH", "").split(":")
+             if place.endswith("/rankcheck/system/hook")]
+    ignores = [word for word in command[1:2] if IGNORES.fullmatch(word)]
+    name = f"process {pid} ({shlex.join(command)[:100]}) is not watched: "
+    if not variables.get(witness.FOLDER):
+        return name + ("it does not have the variable RANKCHECK_WHY: look for "
+                       "`env -i`, sudo, ssh, a container, --export=NONE")
+    if not hooks:
+        return name + (f"its PYTHONPATH does not name {HOOK}: look for "
+                       "a line that sets it anew, and append to it")
+    if ignores:
+        return name + (f"Python's option {ignores[0]} ignores PYTHONPATH")
+    return ""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a folder holds of the last start, and of what still runs there."""
+
+    jobs: list[list[Rank]]  # of each job its ranks, sorted; the last one last
+    refused: str = ""  # why the ranks could not be asked
+
+
+def collect(folder):
+    """The `Rank`s of one job, sorted: of several, of the last that runs, and
+    of the last one if none does.
+    """
+    found = gather(folder).jobs
+    running = [ranks for ranks in found if any(rank.runs for rank in ranks)]
+    return [*found, *running, []][-2 if found else -1]
+
+
+def gather(folder: Path) -> Evidence:
+    """Ask all ranks that may run, and read what there is of each job."""
+    records, question, refused = read(folder), "no question", ""
+    if any(lives(record) is not False for record in records):
+        try:
+            question = witness.add_question(folder / "ask")
+            records = wait_for_answers(folder, records, question)
+        except OSError as error:
+            refused = error.strerror or str(error)
+    nested = find_nested(records)
+    records = add_exits(folder, of_this_job(records))
+    for record in records:
+        record["alive"] = lives(record)
+    starts = start.starts_of(folder)
+    last = starts[-1].token if starts else None
+    found = [make_ranks(folder, job, question)
+             for job in jobs.choose(jobs.split(records), last)]
+    add_nested([rank for ranks in found for rank in ranks], nested, question)
+    return Evidence(found, refused)
+
+
+def wait_for_answers(folder: Path, records: list[jobs.Record],
+                     question: str) -> list[jobs.Record]:
+    """The records, once all ranks have answered, or had their time to."""
+    end = time.monotonic() + ANSWER
+    while time.monotonic() < end and any(
+            record["answers"] and not record["ended"]
+            and lives(record) is not False
+            and not (question in record["asked"] and "looks" in record)
+            for record in records):
+        time.sleep(0.5)
+        records = read(folder)
+    return records
+
+
+def make_ranks(folder: Path, records: list[jobs.Record],
+               question: str) -> list[Rank]:
+    """The ranks of one job, sorted."""
+    # a process without a number may have started those that have one; else it
+    # is no rank of several
+    records = [record for record in records if record["rank"] is not None] or [
+        {**record, "rank": 0, "world_size": 1} for record in records]
+    ranks, kills = [], proc.count_oom_kills()
+    for record in records:
+        alive = record.pop("alive")
+        if alive is not None:  # it may be dead, or
+            record["state"] = proc.read_state(record["pid"])  # stopped
+            record["oom_kills"] = kills - record.get("oom_before", kills)
+        if not (record["answers"] or record["ended"]):
+            record["still"] = time.time() - record["written"]
+        stack = folder / f"{record['process']}.stack"
+        fresh = not record["answers"] or question in record["asked"]
+        ranks.append(Rank(record, alive, fresh, proc.read_text(stack)))
+    # a monitor that a wrapper starts has a rank's number, too; and of two
+    # ranks with the same one, the older one counts while it runs
+    ranks.sort(key=lambda rank: rank.claim)
+    best = {rank.known_as: rank for rank in ranks}
+    return sorted((rank for rank in ranks if rank is best[rank.known_as] or (
+        rank.runs and rank.claim[:3] == best[rank.known_as].claim[:3])),
+        key=lambda rank: rank.rank)
+
+
+def of_this_job(records):
+    """Without the ranks of jobs that a rank, which has joined, has started."""
+    def name(record: jobs.Record, pid: object) -> tuple[str, str, str]:
+        return record["host"], str(record.get("space")), str(pid)
+
+    joined = {name(record, record["pid"]) for record in records
+              if record["joined"]}
+    return [one for one in records if name(one, one.get("starter"))
+            not in joined - {name(one, one["pid"])}]
+
+
+def find_nested(records: list[jobs.Record]) -> list[jobs.Record]:
+    """Those that `of_this_job` leaves out and that live, by their rank."""
+    kept = of_this_job(records)
+    return sorted((one for one in records if one not in kept and lives(one)
+                   and not one["ended"]), key=lambda one: one["rank"] or 0)
+
+
+def add_nested(ranks: list[Rank], nested: list[jobs.Record],
+               question: str) -> None:
+    """Let each rank know those of a job that it has started itself."""
+    for rank in ranks:
+        started = [one for one in nested if one["starter"] == str(rank.pid)
+                   and one["host"] == rank.host]
+        rank.nested = [Rank(one, True, question in one["asked"])
+                       for one in started]
+
+
+def read(folder: Path) -> list[jobs.Record]:
+    """The records of all processes, with how they ended."""
+    found = []
+    for file in folder.glob("*-*.json"):
+        record = read_json(file)
+        if record.get("format") not in FORMATS:
+            continue
+        ended = record["ended"] or read_json(file.with_suffix(".end")) or None
+        calls.unpack_groups(record)
+        found.append({**record, "ended": ended, "process": file.stem})
+    return found
+
+
+def read_json(file):
+    """The dictionary in a file, {} if it holds something else."""
+    try:
+        value = json.loads(read_regular(file))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def add_exits(folder, records):
+    """With how their launchers say that they have ended, if they do not; and
+    with those of which only a launcher says something.
+    """
+    known, size = [*records], records[0]["world_size"] if records else None
+    began = min((record["began"] for record in known), default=0)
+    for file in folder.glob("*.exits"):
+        name, _, space = file.stem.partition("@")
+        host, _, launcher = name.rpartition("-")
+        for pid, told in read_json(file).items():
+            if not isinstance(told, dict) or told.get("time", 0) + 1 < began:
+                continue  # somebody's own file, or of an earlier start
+            if pid == "launcher" and told["signal"]:  # it passes that on
+                for record in known:
+                    if record["host"] == host and lives(record) is False and (
+                            str(record.get("parent", launcher)) == launcher):
+                        record["ended"] = record["ended"] or {
+                            "status": -told["signal"], "told": True,
+                            "time": told["time"]}
+            if not pid.isdigit():
+                continue
+            blank = {"rank": told["rank"], "world_size": size, "host": host,
+                     "pid": int(pid), "began": told["time"], "ended": None,
+                     "written": told["time"], "answers": False,
+                     "joined": False, "process": f"{host}-{pid}@{space}",
+                     "space": space, "parent": int(launcher)}
+            record = next((
+                record for record in known if record["pid"] == int(pid)
+                and (record["host"] == host or record["rank"] == told["rank"])
+                and record.get("space", space) in (space, "", proc.SPACE)
+                ), blank)
+            if record is blank:
+                records.append(blank)
+            if not (record["ended"] or {}).get("status"):
+                record["ended"] = {**told, "told": True}
+    return records
+
+
+def lives(record):
+    """Whether the process lives; None where that cannot be seen."""
+    if record["host"] != proc.name_host(os.environ) or record.get(
+            "space") not in (proc.name_space(), proc.SPACE) or (
+            not os.path.isdir("/proc")):
+        return None  # it is on another node, or in a container
+    # one that has begun after the record has its number by chance
+    return proc.read_state(record["pid"]) not in ("?", "Z") and (
+        proc.find_begin(record["pid"]) < record["began"] + 2)

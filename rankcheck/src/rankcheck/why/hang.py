@@ -1,0 +1,166 @@
+"""Runs a command once a job hangs: rankcheck why run --on-hang COMMAND -- X
+
+`why run` becomes the job. Before, it starts a watcher: a process whose parent
+is not the job, so that the job does not wait for it, in a session of its own.
+It ends with the job, and changes nothing of it. It asks the ranks, as `why`
+does, once one of them has said that it makes no progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from rankcheck.system import proc
+from rankcheck.system.errors import UserError, require
+from rankcheck.why import evidence
+from rankcheck.why.ranks import Rank
+
+PATIENCE = 600.0  # seconds without progress, after which a job hangs
+POLL = 5  # seconds between two looks at what the ranks have written
+LOG = "on-hang-{}.log"  # what the command prints; it is there once it began
+
+
+def start_watcher(folder: Path, env: Mapping[str, str], command: str,
+                  seconds: float) -> None:
+    """Start a process that runs a command when the ranks hang.
+
+    Args:
+        folder: where the ranks write.
+        env: the variables of the command, those of who calls.
+        command: for a shell; {} is the folder.
+        seconds: how long no rank has made progress then.
+
+    Raises:
+        UserError: if this process would be the watcher's parent, or if the
+            system cannot tell when it ends.
+    """
+    require(hasattr(os, "pidfd_open"), "--on-hang needs Linux 5.3 or later")
+    try:
+        job = os.pidfd_open(os.getpid())
+    except OSError as error:
+        raise UserError("--on-hang needs Linux 5.3 or later: "
+                        f"{error.strerror}") from error
+    reader, writer = os.pipe()
+    owner = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        middle = os.getpid()
+        if os.fork() == 0:
+            become_watcher(job, owner, middle, writer, (
+                folder, command, seconds, dict(env), os.getcwd()))
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        answer = pipe.read()
+    os.close(job)
+    require(answer == b"ready", "--on-hang: this process is PID 1, or takes "
+            "in the orphans of others, so that the job would wait for the "
+            "watcher. fix: start it in a shell, or with `docker run --init`")
+
+
+def become_watcher(job: int, owner: int, middle: int, writer: int,
+                   task: tuple[Path, str, float, dict[str, str], str]
+                   ) -> NoReturn:
+    """Be the watcher, until the job ends."""
+    with contextlib.suppress(BaseException):
+        os.setsid()
+        while os.getppid() == middle:
+            time.sleep(0.01)
+        if os.getppid() == owner:
+            os._exit(1)  # the job would get it as a child
+        os.chdir("/")
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.write(writer, b"ready")
+        for number in range(3):  # also who reads the job's output waits not
+            os.dup2(nowhere, number)
+        os.closerange(3, job)
+        os.closerange(job + 1, 1 << 16)
+        for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+            signal.signal(number, signal.SIG_DFL)
+        watch(job, *task)
+    os._exit(0)
+
+
+def watch(job: int, folder: Path, command: str, seconds: float,
+          env: dict[str, str], cwd: str) -> None:
+    """Run the command when the job hangs; return then, or when it ends."""
+    ended = select.poll()
+    ended.register(job, select.POLLIN)
+    asked = ""
+    quiet_since: float | None = None
+    while not ended.poll(1000 * POLL):
+        before, asked = asked, proc.read_text(folder / "ask")
+        if asked != before:  # then a rank has stood still, or somebody asks
+            quiet_since = find_quiet(folder)
+        if quiet_since is None or time.time() < quiet_since + seconds:
+            continue
+        ranks = [rank for some in evidence.gather(folder).jobs
+                 for rank in some]
+        if ended.poll(0):
+            return
+        asked = proc.read_text(folder / "ask")
+        if is_hanging(ranks, asked, seconds):
+            run_command(folder, ranks, command, env, cwd)
+            return
+        quiet_since = find_quiet(folder)
+
+
+def find_quiet(folder: Path) -> float | None:
+    """Since when no rank may have made progress, as far as they have written;
+    None if none is there that runs.
+    """
+    since = [record["written"] - record["still"]
+             for record in evidence.read(folder)
+             if not record["ended"] and evidence.lives(record) is not False]
+    return max(since, default=None)
+
+
+def is_hanging(ranks: list[Rank], asked: str, seconds: float) -> bool:
+    """Whether no rank that runs has made progress for this time."""
+    running = [rank for rank in ranks if rank.ending in ("runs", "silent")]
+    return bool(running) and all(
+        is_idle(rank, asked, seconds) for rank in running)
+
+
+def is_idle(rank: Rank, asked: str, seconds: float) -> bool:
+    """Whether it waits, or nothing of it works, for so long; of one that does
+    not answer, whether it has not done so for this time.
+    """
+    if rank.mute and rank.answers:
+        unanswered = asked.rpartition(rank.asked)[2] if rank.asked else asked
+        first = unanswered.strip().partition("\n")[0]
+        return first.isdigit() and time.time() - int(first) / 1e9 >= seconds
+    works = rank.computes or any(work[4] for work in rank.work
+                                 if work[1] != rank.pid)
+    # a loop of messages waits now and then: it works, and leaves its line
+    waits = rank.waits and rank.in_line >= seconds
+    return rank.still >= seconds and (waits or not works)
+
+
+def run_command(folder: Path, ranks: list[Rank], command: str,
+                env: dict[str, str], cwd: str) -> None:
+    """Run it, unless the watcher of another node has done so."""
+    began = min(rank.began for rank in ranks)  # for all watchers the same
+    log = folder / LOG.format(f"{began:.3f}")
+    try:
+        output = open(log, "xb")
+    except OSError:  # it is there, or nobody can write there
+        return
+    words = command.replace("{}", shlex.quote(str(folder)))
+    with output:
+        subprocess.run(["sh", "-c", words], stdin=subprocess.DEVNULL,
+                       stdout=output, stderr=output, cwd=cwd, check=False,
+                       env={**env, "RANKCHECK_FOLDER": str(folder)})

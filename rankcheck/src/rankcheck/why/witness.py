@@ -1,0 +1,475 @@
+"""Leaves evidence of what a process of several does, and of how it ended.
+
+    PROCESS.json     where it is, its last collectives, how it ended
+    PROCESS.end      how it ended, written once, in a room that is reserved
+    PROCESS.stack    its stack, if SIGTERM or a crash ended it
+    PROCESS.exits    of a launcher: how its processes and it have ended
+    PROCESS.start    of what `why run` has become: what that was, see start.py
+    ask              numbers: who wants all of them to write adds one
+
+PROCESS is HOST-PID@SPACE, as proc.py's `name_process` makes it.
+The first is written at the start and at the end; in between by a thread: when
+asked, and when the main thread has not moved for 20 s (then it asks all the
+others). `rankcheck why` reads them, also when nothing runs any more.
+
+It serves any script: see hook/sitecustomize.py. Only the standard library, and
+the modules beside it. It changes nothing of what it watches: it replaces no
+function of Python's, `threading` does not know its thread, and of the main
+thread it reads lines and instructions. Even reading a frame's locals would
+keep objects alive after `del`.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import collections
+import contextlib
+import faulthandler
+import fcntl
+import importlib.util
+import json
+import opcode
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from ..system import launchers, proc, sources
+from ..system.launchers import find_error, find_rank
+from ..system.open_file import OpenFile, open_high
+from . import calls
+
+FOLDER = "RANKCHECK_WHY"  # the variable that names the folder
+WATCHED = "RANKCHECK_WATCHED"  # the id of the rank that has started this
+START = "RANKCHECK_START"  # the one that names what `why run` has started
+FORMAT = "rankcheck 4"  # of a record
+BEGIN = ".start"  # ends the name of the file that says what was started
+MARK = ".rankcheck-start"  # in a start's folder that is ours to remove
+POLL = 2  # seconds between two looks
+STILL = 20  # seconds without a move, after which it is written down
+LOOKS = 40  # at where the time goes
+PLACES = 10000  # of a loop, at most
+ROOM = 1 << 16  # bytes, for how a process ends
+# What is the same for all ranks at a start, and another at the next
+STARTS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
+          "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT",
+          "WORLD_SIZE")  # not of a group, which no rank knows at first
+
+the_witness = None
+
+
+def start(folder):
+    """Write in this folder, from now on or as soon as this is a rank.
+
+    The thread begins when torch or MPI is imported: Python 3.12 warns of a
+    fork beside any other thread, and then there are some anyway.
+    """
+    folder = Path(os.path.expanduser(folder)).absolute()
+    rank, by = find_rank()[0], os.environ.get(WATCHED, str(os.getpid()))
+    atexit.register(at_end, folder, by)
+    if launchers.is_launcher(launchers.read_command()):
+        return
+    # by which a script that leaves without exit handlers finds `leave`
+    package = sys.modules.setdefault(
+        "rankcheck_witness", type(sys)("rankcheck_witness"))
+    package.leave = leave
+    # by: after os.execv it is still the same rank; what a rank has started
+    # has its number, and may be a monitor
+    if by == str(os.getpid()) and (
+            # what `why run` has become is a rank, if it is alone
+            rank is not None or folder.name.endswith(f"-{by}")
+            or is_start(folder)):
+        begin(folder)
+    imports = Imports(folder, by)
+    sys.meta_path.insert(0, imports)
+    for name in {"torch", "mpi4py.MPI"} & {*sys.modules}:
+        imports.find_spec(name)
+
+
+def is_start(folder: Path) -> bool:
+    """Whether `why run` has become this process."""
+    file = folder / f"{proc.name_process(os.environ)}{BEGIN}"
+    token = os.environ.get(START)  # else a process of an earlier start had
+    return bool(token) and token in proc.read_text(file)  # the same PID
+
+
+def leave(status):
+    """To be called by who leaves without exit handlers."""
+    if the_witness:
+        the_witness.end(status)
+
+
+def at_end(folder, by):
+    """Write of a rank that nobody has seen so far, and of a launcher."""
+    if the_witness is None and is_named(by) and begin(folder):
+        the_witness.on_end()
+    try:
+        launchers.keep_exits(folder)
+    except OSError as error:
+        warn(error)
+
+
+def is_named(by):
+    """Whether this has become a rank: some scripts start theirs themselves."""
+    return bool(launchers.find_torch()) or (
+        by == str(os.getpid()) and launchers.find_spawned() is not None)
+
+
+def run(folder, by):
+    try:
+        wait = POLL / 50
+        while the_witness is None and not is_named(by):
+            time.sleep(wait)
+            wait = min(1.1 * wait, POLL)
+        if the_witness or (the_witness is None and begin(folder)):
+            the_witness.watch_moves()
+    except Exception as error:  # never the script's problem
+        warn(error)
+
+
+def begin(folder):
+    """The `Witness`, or False where nobody can write to the folder."""
+    global the_witness
+    try:
+        the_witness = Witness(folder)
+    except OSError as error:  # never the script's problem
+        the_witness = False
+        warn(error)
+    if find_rank()[0] is not None:  # else it may start ranks
+        os.environ[WATCHED] = str(os.getpid())
+    if "mpi4py.MPI" in sys.modules:
+        calls.record_mpi(sys.modules["mpi4py.MPI"], leave)
+    return the_witness
+
+
+class Imports:
+    """Sees which modules the script imports, and finds none of them."""
+
+    def __init__(self, *place):
+        self.place = place  # of what `run` writes
+
+    def find_spec(self, name, path=None, target=None):
+        if the_witness:
+            the_witness.find_script()
+        if name not in ("torch", "mpi4py.MPI"):
+            return None
+        if self.place:
+            _thread.start_new_thread(run, self.place)
+            self.place = None
+        if name == "torch" or name in sys.modules or not the_witness:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (
+                execute(module), calls.record_mpi(module, leave))
+        return spec
+
+
+def warn(error):
+    print(f"warning: no evidence for `why`: {error}", file=sys.stderr)
+
+
+class Witness:
+    """Writes what this process does, and how it ended."""
+
+    def __init__(self, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.owner, self.host = os.getpid(), proc.name_host(os.environ)
+        self.file = folder / f"{proc.name_process(os.environ)}.json"
+        self.ask = folder / "ask"
+        if find_rank()[0] == 0:
+            # a network file system remembers of a file that it is not there
+            self.ask.open("a").close()
+        with contextlib.suppress(OSError):  # else nobody is to remove it
+            mark = open_high(folder / MARK, os.O_RDONLY)
+            fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        self.at_begin = {
+            "format": FORMAT, "host": self.host, "pid": self.owner,
+            "starter": os.environ.get(WATCHED), "began": time.time(),
+            "start": [*map(os.environ.get, STARTS)], "parent": os.getppid(),
+            "token": os.environ.get(START), "space": proc.name_space(),
+            "network": os.path.basename(
+                os.path.realpath("/proc/self/ns/net")),
+            "oom_before": proc.count_oom_kills()}
+        self.still, self.seen, self.progress = 0, set(), None
+        self.stays, self.line = 0, None
+        self.script, self.over, self.thread = None, False, None
+        self.ended, self.asked = None, ""
+        self.lock = threading.Lock()  # for the files, and for how it ended
+        self.stack_file = OpenFile(self.file.with_suffix(".stack"))
+        self.end_file = OpenFile(self.file.with_suffix(".end"))
+        with contextlib.suppress(OSError):  # not every file system can
+            os.posix_fallocate(self.end_file.number, 0, ROOM)
+        if not faulthandler.is_enabled():  # else a crash is the script's own
+            faulthandler.enable(self.stack_file.number)
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            faulthandler.register(signal.SIGTERM, self.stack_file.number,
+                                  all_threads=False, chain=True)
+        os.register_at_fork(after_in_child=self.leave_child)
+        atexit.register(self.on_end)
+        self.find_script()
+        self.write()
+
+    def leave_child(self):
+        """A worker of a data loader is not to write in its parent's name."""
+        self.ended, self.script = {"status": "forked"}, None
+        for file in self.stack_file, self.end_file:
+            file.disconnect()
+
+    def on_end(self):
+        """What Python still knows: of SystemExit, not the status."""
+        self.end(0 if self.is_complete() else 1 if find_error() else None)
+        self.script = None  # its variables are to end with the process
+
+    def end(self, status):
+        """Write how it ended, once: whoever comes second waits for the first.
+
+        status: None if it is not known.
+        """
+        if os.getpid() != self.owner:
+            return
+        with self.lock:
+            if self.ended is None:
+                ended = {"status": status, "time": time.time()}
+                if status and find_error() is not None:
+                    first, *later = chain(find_error())
+                    ended |= {
+                        "error": type(first).__name__,
+                        "message": launchers.read_message(first),
+                        "stack": stack_of(first)[-50:], "then": [
+                            [stack_of(one)[-20:],
+                             f"{type(one).__name__}: "
+                             f"{launchers.read_message(one)}"[:200]]
+                            for one in later[-5:]]}
+                self.ended = ended
+                # where no file can be opened any more, and no byte is left
+                with contextlib.suppress(OSError):
+                    self.end_file.fill(json.dumps(ended).encode())
+        self.write()
+
+    def find_script(self):
+        """Keep the script's own frame, the outermost, which has no variables
+        of its own: it tells afterwards whether the script came to its end.
+        """
+        if self.script is None and self.ended is None:
+            *_, self.script = None, *(
+                frame for frame in self.frames()
+                if frame.f_code.co_name == "<module>"
+                and frame.f_globals.get("__name__") == "__main__")
+
+    def is_complete(self):
+        script = self.script
+        return script is not None and opcode.opname[
+            script.f_code.co_code[script.f_lasti]].startswith("RETURN")
+
+    def watch_moves(self):
+        self.thread = threading.get_native_id()
+        self.asked, wait = proc.read_text(self.ask), STILL
+        self.write()
+        now, first_at_end = time.monotonic(), False
+        while self.ended is None:
+            time.sleep(POLL)
+            if not first_at_end and (
+                    launchers.find_torch() or calls.mpi_calls):
+                # before torch's own handlers, and those of the script that
+                # were there before: they may wait for other ranks
+                atexit.register(self.note_end)
+                first_at_end = True
+            self.find_script()
+            before, now = now, time.monotonic()
+            # not the time in which the process itself was stopped
+            passed = min(now - before, 2 * POLL)
+            self.stays = 0 if self.has_left_line() else self.stays + passed
+            if self.has_moved():
+                self.still, wait = 0, STILL
+            else:
+                self.still += passed
+            self.note_end()
+            if self.still > wait:
+                with contextlib.suppress(OSError):  # for example a full disk
+                    add_question(self.ask)
+            if (asked := proc.read_text(self.ask)) != self.asked:
+                self.asked, wait = asked, 2 * max(wait, self.still)
+                self.write()  # at once: on a busy node the rest takes long
+                self.write(lines=True)
+
+    def has_moved(self):
+        """Whether the main thread's place is new since the last collective: a
+        polling loop visits the same places again.
+        """
+        place, progress = hash(tuple(
+            (frame.f_code.co_filename, frame.f_lasti)
+            for frame in self.frames())), calls.progress()
+        if progress != self.progress or len(self.seen) > PLACES:
+            self.seen.clear()
+        self.progress, known = progress, place in self.seen
+        self.seen.add(place)
+        return not known
+
+    def has_left_line(self) -> bool:
+        """Whether the script's line is not that of the last look: a loop comes
+        back to places that are not new.
+        """
+        before, self.line = self.line, calls.find_sources().find_line(
+            self.look())
+        return self.line != before
+
+    def note_end(self):
+        """The script is over or has failed, but the process has yet to end."""
+        if self.script is not None and self.script not in self.frames():
+            self.over = True
+            if not self.is_complete() and find_error() is not None:
+                self.end(1)
+
+    def frames(self, thread=None):
+        """The frames of a thread, by default the main one's, innermost first.
+
+        Nobody may keep one of a function: it keeps the function's variables.
+        """
+        frame = sys._current_frames().get(
+            thread or threading.main_thread().ident)
+        while frame:
+            if frame.f_globals is not globals():  # not this module's
+                yield frame
+            frame = frame.f_back
+
+    def look(self, thread=None):
+        """A thread's stack, outermost first: (file, line, function)."""
+        return tuple((frame.f_code.co_filename, frame.f_lineno,
+                      frame.f_code.co_name) for frame in self.frames(thread)
+                     )[::-1]
+
+    def watch(self):
+        """Two seconds of the main thread's stacks, and what the others do."""
+        looks, start = collections.Counter(), time.monotonic()
+        before = proc.see_work(self.owner, but=self.thread)
+        while sum(looks.values()) < LOOKS and time.monotonic() < start + 4:
+            time.sleep(2 / LOOKS)
+            looks[self.look()] += 1
+        owners, threads = calls.find_sources(), self.look_at_threads()
+        lines = {number: [name, owners.find_line(stack)]
+                 for name, number, stack in threads if number}
+        after = proc.see_work(self.owner, but=self.thread)
+        most = [(times, stack) for stack, times in looks.most_common(20)]
+        return {"looks": most, "threads": threads,
+                "work": proc.describe_work(
+                    before, after, time.monotonic() - start, lines)}
+
+    def look_at_threads(self) -> list:
+        """[name, native id, stack] of all threads that run Python, but ours;
+        `threading` may not know some: ["?", 0, stack].
+        """
+        threads = []
+        known = {  # as `threading` knows them, without asking it
+            thread.ident: [thread.name, thread.native_id]
+            for thread in list(threading._active.values())}
+        # after a fork it has the number of another process there
+        known[threading.main_thread().ident] = ["MainThread", self.owner]
+        for ident in list(sys._current_frames()):
+            if ident != _thread.get_ident():
+                threads.append([*known.get(ident, ["?", 0]), self.look(ident)])
+        return threads
+
+    def find_callee(self) -> str | None:
+        """What the main thread's innermost frame is calling, or None."""
+        frame = next(self.frames(), None)
+        return None if frame is None else sources.find_callee(frame)
+
+    def write(self, lines=False):
+        """lines: also where the time goes, and the collectives' lines."""
+        if os.getpid() != self.owner:
+            return
+        watched = self.watch() if lines else {}  # then all else at one moment
+        rank, size = find_rank()
+        record = {
+            **self.at_begin, **watched, "rank": rank, "world_size": size,
+            "master": [*map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT"))],
+            "written": time.time(), "still": self.still, "over": self.over,
+            "stays": self.stays,
+            # who does not look yet, does not see it move either
+            "stack": self.look() if self.thread else [],
+            "callee": self.find_callee() if self.thread else None,
+            "handles": find_handled() if self.thread else None,
+            "folders": sources.find_folders(),
+            "switched_off": calls.find_switched_off(),
+            "answers": self.thread is not None,
+            "asked": self.asked[-1000:],  # the last questions
+            "state": proc.read_state(self.owner),
+            "launched": launchers.is_launcher(proc.read_command(os.getppid())),
+            "calls": None, "mpi": "mpi4py.MPI" in sys.modules,
+            "joined": bool(launchers.find_torch() or calls.mpi_calls),
+            "message": next((dict(call) for call in list(calls.mpi_messages)
+                             if call["waits"]), None),
+            "oom_kills": (proc.count_oom_kills()
+                          - self.at_begin["oom_before"]),
+            "connecting": proc.connecting(self.owner),
+            "library": os.environ.get("RANKCHECK_LIBRARY", "")}
+        try:
+            record["calls"] = calls.read_record(lines)
+            messages = [message for message in [record["message"]] if message]
+            record["groups"] = calls.pack_groups(record["calls"] + messages)
+        except Exception as error:  # the rest has to be known all the same
+            warn(error)
+        try:
+            if not record["joined"] and self.ended is None and lines:
+                record["answer"] = proc.try_meeting(*record["master"])
+            part = self.file.with_suffix(".part")
+            with self.lock:
+                record["ended"] = self.ended
+                part.write_text(json.dumps(record))
+                os.replace(part, self.file)
+        except Exception as error:  # never the script's problem
+            warn(error)
+
+
+def add_question(file):
+    """Ask all ranks, beside what others ask. Returns the question, a text."""
+    question = f"{time.time_ns()}\n"
+    with file.open("a") as asked:
+        asked.write(question)
+    return question
+
+
+def chain(error):
+    """An error, and those before it that led to it: these first."""
+    found = [error]
+    while found[0] is not None and found[0] not in found[1:]:
+        found.insert(0, find_earlier(found[0]))
+    return found[1:]
+
+
+def find_earlier(error: BaseException) -> BaseException | None:
+    """The error that led to this one; of a group, the first one inside."""
+    inside = getattr(error, "exceptions", None)
+    # as a backport for older Pythons calls it, too
+    if inside and any(kind.__name__ == "BaseExceptionGroup"
+                      for kind in type(error).__mro__):
+        return inside[0]
+    if error.__cause__ is not None or error.__suppress_context__:
+        return error.__cause__
+    return error.__context__
+
+
+def find_handled() -> list | None:
+    """[the name, the stack] of the error that the main thread is handling,
+    as in `finally` or `except`; None without one, or before Python 3.10.
+    """
+    handled = getattr(sys, "_current_exceptions", dict)().get(
+        threading.main_thread().ident)
+    if isinstance(handled, tuple):  # before Python 3.12
+        handled = handled[1]
+    if handled is None:
+        return None
+    return [type(handled).__name__, stack_of(handled)[-20:]]
+
+
+def stack_of(error):
+    """Its frames, outermost first: (file, line, function)."""
+    return [[frame.f_code.co_filename, line, frame.f_code.co_name]
+            for frame, line in traceback.walk_tb(error.__traceback__)]

@@ -1,0 +1,62 @@
+"""A record of the scripts that have passed the check.
+
+A small file next to the desk's script holds a hash of each of them:
+
+    {"<stage>": {"<SHA-256 of the script>": "2026-12-31 23:59:59"}}
+
+A change that was tried alone is a stage of its own here, "<stage> <number>":
+with all others made, its script says nothing of them.
+"""
+
+import hashlib
+import json
+import time
+
+from backstage.errors import UserError, warn
+from backstage.files import show_path, write_atomically
+from rankcheck.system.errors import read_regular
+from workshop.diff.backups import locked_desk
+from workshop.stages import DESK
+
+RECORD = DESK.with_name(".checked.json")
+
+
+def record(stage, data):
+    """Remember that the script with these bytes has passed for the stage.
+
+    If the record cannot be written, it warns in one line and continues.
+    """
+    try:
+        with locked_desk():  # another check may be ending, too
+            passed = read()
+            passed.setdefault(stage, {})[digest(data)] = time.strftime(
+                "%Y-%m-%d %H:%M:%S")
+            text = json.dumps(passed, indent=1) + "\n"
+            write_atomically(RECORD, text.encode())
+    except (OSError, UserError) as error:
+        warn(f"{show_path(RECORD)} does not know of this check: batch files "
+             f"will not train with this script ({error})")
+
+
+def has_passed(stage, data):
+    """Whether the script with these bytes has passed for the stage."""
+    return digest(data) in read().get(stage, {})
+
+
+def last_passed(stage):
+    """When a script last passed for the stage, as text, or None."""
+    return max(read().get(stage, {}).values(), default=None)
+
+
+def read():
+    """What is recorded; nothing if the file is damaged or unreadable."""
+    try:
+        passed = json.loads(read_regular(RECORD))
+        return {stage: {str(key): str(when) for key, when in hashes.items()}
+                for stage, hashes in passed.items()}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+
+
+def digest(data):
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,97 @@
+"""python -m workshop diff | apply | reset | script, and without a command.
+
+Only the standard library, from Python 3.9 on.
+"""
+
+import argparse
+import os
+import platform
+import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+
+from backstage.errors import require
+from workshop.diff import desk, render
+from workshop.diff.diff import Diff
+from workshop.instructor import classroom
+from workshop.stages import LESSONS, STAGES, find
+
+
+def journey(args):
+    """Print what comes next, and the command that goes on."""
+    words, lessons = desk.what_next()
+    print(words)
+    for name in lessons:
+        print(f"  python -m workshop lab {name:8}  {find(name).title}")
+    print("All commands: python -m workshop --help")
+
+
+def add_stage(parser):
+    parser.add_argument("stage", choices=LESSONS,
+                        help="the stage that the lesson makes")
+
+
+def add_diff(parser):
+    add_stage(parser)
+    parser.add_argument("number", nargs="?", type=int,
+                        help="show this change alone")
+    parser.add_argument("--hints", action=argparse.BooleanOptionalAction,
+                        default=render.wants_hints(),
+                        help="the place and the reason, without the code")
+
+
+def diff(args):
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    left = Diff(args.stage)
+    classroom.note_diff(left)
+    print(render.to_text(left, colour, args.hints, args.number))
+
+
+def add_apply(parser):
+    add_stage(parser)
+    parser.add_argument("numbers", nargs="*", type=int, metavar="number",
+                        help="their numbers, as diff shows them")
+    parser.add_argument("--all", action="store_true",
+                        help="make all that are left")
+
+
+def apply(args):
+    require(args.all != bool(args.numbers), "give the numbers of changes, or "
+            "--all: see python -m workshop apply --help")
+    desk.apply(args.stage, args.numbers)
+
+
+def add_reset(parser):
+    choice = parser.add_mutually_exclusive_group(required=True)
+    choice.add_argument("name", nargs="?", metavar="stage|DATE",
+                        help=f"{', '.join(STAGES)}, or a backup's date")
+    choice.add_argument("--list", action="store_true",
+                        help="show the stages, and the backups by their date")
+    choice.add_argument("--undo", action="store_true",
+                        help="go back to your previous version")
+
+
+def reset(args):
+    if args.list:
+        desk.list_all()
+    elif args.undo:
+        desk.undo()
+    else:
+        desk.reset(args.name)
+
+
+def add_script(parser):
+    parser.add_argument("stage", choices=STAGES,
+                        help="the stage of the batch file")
+
+
+def script(args):
+    from workshop.jobs.doctor import name_commit
+
+    path, reason = desk.choose(args.stage)
+    print(reason, file=sys.stderr, flush=True)
+    print(path, flush=True)
+    with suppress(PackageNotFoundError):  # the script says which is missing
+        print("software  Python", platform.python_version(), "torch",
+              version("torch"), "lightning", version("lightning"), "commit",
+              name_commit(), file=sys.stderr)

@@ -1,0 +1,214 @@
+"""Changes to the attendee's script that lose nothing: `apply` and `reset`.
+
+What was in the script is kept as a backup: see workshop/diff/backups.py.
+And what is done so far, and what comes next.
+"""
+
+from collections import Counter
+from contextlib import suppress
+
+from backstage.errors import UserError, require, visible
+from backstage.files import show_path
+from rankcheck.system.errors import read_regular
+from workshop.diff import checked
+from workshop.diff.backups import (
+    applied_after,
+    backups,
+    label,
+    locked_desk,
+    read_script,
+    replace_desk,
+)
+from workshop.diff.diff import Diff, Script, nearest, read_stages
+from workshop.results import runs
+from workshop.stages import DESK, LESSONS, STAGES, find
+
+REOPEN = ("Reopen the script if an editor shows it. In JupyterLab, click into "
+          "it, then File > Reload Python File from Disk; should JupyterLab "
+          "ask, take Revert: Overwrite throws these changes away.")
+
+
+@locked_desk()
+def apply(stage, numbers=()):
+    """Make changes of the lesson, by their numbers, or all that are left."""
+    diff = Diff(stage)
+    left = {item.number for item in diff.left}
+    for number in numbers:
+        diff.require_change(number)
+    chosen = left & set(numbers) if numbers else left
+    if not chosen:
+        what = "those changes are" if numbers else "every change is"
+        print(f"{what} already made; {show_path(DESK)} is unchanged")
+        return
+    line = 1 + min(edit[0] for item in diff.left if item.number in chosen
+                   for edit in item.edits)
+    text = diff.apply(chosen).encode()
+    after = Diff(stage, data=text)
+    require({item.number for item in after.left} == left - chosen
+            and len(after.others) <= len(diff.others)
+            and (diff.yours.syntax_error or not after.yours.syntax_error),
+            f"your changes around line {line} are in the way: make this one "
+            f"by hand, or `python -m workshop reset {stage}`")
+    numbers = "-".join(map(str, sorted(chosen)))
+    backup = replace_desk(text, diff.yours.data, f"apply-{stage}-{numbers}")
+    for item in diff.left:
+        if item.number in chosen:
+            print(f"made change {item.number}: {item.title}")
+    print(f"{len(after.left)} of {diff.total} changes left in "
+          f"{show_path(DESK)}")
+    taken = diff.own_lines(chosen)
+    if taken:
+        print("These lines of yours were replaced by the lesson's:")
+        for i in taken:
+            print(f"{i + 1:>5} {visible(diff.yours.lines[i])}")
+    if after.others:
+        print("Other differences are left as they were: see "
+              f"`python -m workshop diff {stage}`")
+    print(f"Your previous version: {show_path(backup)}")
+    print(REOPEN)  # the last line: after Shift+Enter it is in sight
+
+
+def reset(name):
+    """Put a stage, or the backup with that date, on the desk."""
+    source = STAGES[name].solution if name in STAGES else next(
+        (backup for backup in backups() if label(backup) == name), None)
+    require(source, f"there is no stage {name}: choose from "
+            f"{', '.join(STAGES)}, or a date that `python -m workshop reset "
+            "--list` shows")
+    put_back(source, name)
+
+
+def undo():
+    """Put back the previous version of the desk's script.
+
+    Done twice, it brings this version back.
+    """
+    for backup in reversed(backups()):
+        try:
+            if read_regular(backup) != now():
+                return put_back(backup, label(backup))
+        except OSError:  # it cannot be put back
+            continue
+    raise UserError("there is nothing to undo: no backup of "
+                    f"{show_path(DESK)} differs from it")
+
+
+def put_back(source, name):
+    """Make the desk's script a copy of `source`."""
+    data = read_script(source, most=-1)
+    with locked_desk():
+        before = now()
+        if before == data:
+            print(f"{show_path(DESK)} is already {name}; it is unchanged")
+            return
+        backup = replace_desk(data, before)
+    print(f"{show_path(DESK)} is now {name}")
+    if backup:
+        print(f"Your previous version: {show_path(backup)} "
+              "(`python -m workshop reset --undo` puts it back)")
+    print(REOPEN)
+
+
+def now():
+    """The bytes of the desk's script, or None if it is not there."""
+    return read_script(DESK, most=-1) if DESK.exists() else None
+
+
+def gone(diff):
+    """The changes that `apply` has made and that are left again, sorted.
+
+    An editor that shows an older version may have saved that: then one of them
+    is as it was, and what `apply` made later has gone with it.
+    """
+    left, later, found = diff.texts(), set(), set()
+    for backup in reversed(backups()):
+        stage, numbers = applied_after(backup)
+        if stage != diff.stage:
+            break
+        again = left.keys() & {*numbers}
+        later |= again
+        with suppress(UserError):
+            before = Diff(stage, backup).texts() if again else {}
+            if any(left[number] == before.get(number) for number in again):
+                found |= later
+    return sorted(found)
+
+
+def list_all():
+    """Print the stages and the backups, and what is in each of them."""
+    stages = read_stages()
+    print(f"stages: {' '.join(stages)}")
+    kept = [(show_path(DESK), DESK)] if DESK.exists() else []
+    kept += [(label(backup), backup) for backup in backups()]
+    for name, path in kept:
+        try:
+            count, stage = nearest(Script(path), stages)
+        except UserError as error:
+            print(f"{visible(name):20} {visible(str(error))}")
+            continue
+        print(f"{visible(name):20} {stage}" + (
+            f", with {count} lines of code changed" if count else ""))
+    if len(kept) > 1:
+        print("`python -m workshop reset DATE` puts that version back")
+
+
+def choose(stage):
+    """The script that a batch file trains with, and a line that says why.
+
+    It is the desk's if that has passed the check for the stage. If it was
+    edited since, it is used as well, with a warning, but only while it is
+    still nearest to that stage and not on its way to the next one.
+    """
+    desk, solution = show_path(DESK), find(stage).solution
+    instead = f"script    {show_path(solution)}"
+    if stage not in LESSONS:
+        return solution, instead
+    try:
+        script, when = Script(DESK), checked.last_passed(stage)
+        if checked.has_passed(stage, script.data):
+            return DESK, f"script    {desk}, which has passed the check"
+        require(when, f"{desk} has never passed the check for {stage}")
+        _, at = nearest(script, read_stages())
+        require(at == stage, f"{desk} is nearer to {at} now")
+    except UserError as why:
+        return solution, f"{instead}, because {why}"
+    return DESK, (f"warning: {desk} was edited after it passed the check, at "
+                  f"{when}: is it still right? `python -m workshop check "
+                  f"{stage}`")
+
+
+# --------------------------------------------------------------- the journey
+
+
+def done():
+    """Rows: each lesson, when its check was passed last, how many runs."""
+    found, _ = runs.read_all(runs.list_folders(runs.RUNS))
+    count = Counter(run.stage for run in found)
+    return [(stage, find(stage).title,
+             (checked.last_passed(stage) or "")[:16], count[stage])
+            for stage in LESSONS]
+
+
+def what_next():
+    """(a line about the script and what comes next, its lessons).
+
+    Raises `UserError` if there is no script.
+    """
+    script = Script(DESK)
+    _, stage = nearest(script, read_stages())
+    after = sorted((name for name in LESSONS if find(name).after == stage),
+                   key=lambda name: -sum(  # first, what most goes on from
+                       find(later).after == name for later in LESSONS))
+    begun = [diff for diff in (Diff(name, script.path) for name in (
+        *[stage][:stage in LESSONS], *after))
+             if 0 < len(diff.left) < diff.total]
+    if begun:
+        diff = min(begun, key=lambda diff: len(diff.others))
+        return (f"Your script is on its way to {diff.stage}: {len(diff.left)} "
+                f"of {diff.total} changes are left.", [diff.stage])
+    if stage in LESSONS and not checked.has_passed(stage, script.data):
+        return (f"Your script is {stage}, and this version has not passed the "
+                f'check: `python -m workshop check {stage}`', [stage])
+    return (f"Your script is {stage}" + ", checked" * (stage in LESSONS)
+            + ". What can follow:" if after else
+            f"Your script is {stage}, checked: the last one.", after)

@@ -1,0 +1,371 @@
+"""What is left to change, for people: in a terminal and in a notebook."""
+
+import html
+import os
+import re
+import textwrap
+import time
+from difflib import SequenceMatcher
+
+from backstage.errors import visible
+from backstage.files import show_path
+from workshop.diff import checked, desk
+from workshop.diff.page import (
+    KEEP_IN_SIGHT,
+    KEEP_UNFOLDED,
+    box,
+    code_box,
+    link,
+    link_lines,
+    quote,
+)
+from workshop.html import TERMINAL_BLUE, TERMINAL_ORANGE, folded, paragraph
+from workshop.stages import DESK, find
+
+CONTEXT = 2  # unchanged lines shown above and below a change
+
+
+def wants_hints(environment=os.environ):
+    """Whether site.sh asks for reasons without the code: WORKSHOP_HINTS."""
+    return environment.get("WORKSHOP_HINTS", "no") not in ("", "no", "0")
+
+
+def is_checked(diff):
+    return checked.has_passed(diff.stage, diff.yours.data)
+
+
+def split(diff):
+    """The changes that are left, and those that the check has found right.
+
+    The next one to make is the first of what is left. A change that is not
+    made at all may pass a check, too.
+    """
+    def is_right(item):
+        others = {it.number for it in diff.left} - {item.number}
+        return diff.own_lines({item.number}) and checked.has_passed(
+            f"{diff.stage} {item.number}", diff.apply(others).encode())
+
+    right = diff.left if is_checked(diff) else [*filter(is_right, diff.left)]
+    return sorted((item for item in diff.left if item not in right),
+                  key=lambda item: (item.number < diff.at, item.number)), right
+
+
+def headline(diff):
+    """In one line, how far the script is."""
+    name, (left, right) = show_path(diff.yours.path), split(diff)
+    if (right or diff.others) and is_checked(diff):
+        return f"{name} is checked: right; what remains is style"
+    if left:
+        text = f"{name}: {len(left)} of {diff.total} changes left"
+    elif right or diff.others:
+        text = f"{name}: all {diff.total} changes are made"
+    else:
+        return f"Done: all {diff.total} changes are made in {name}."
+    if diff.others:
+        more = "" if len(diff.others) == 1 else "s"
+        text += f", and {len(diff.others)} other difference{more}"
+    return text
+
+
+def advice(diff):
+    """What to do next, in one line."""
+    stage, (left, right) = diff.stage, split(diff)
+    if is_checked(diff):
+        return ("It passed the check: what you wrote differently may "
+                "stay." if right or diff.others else
+                "It passed the check, too.")
+    other = diff.other_stage() if left else ""
+    if other:
+        start = find(stage).after
+        return (f"This is the stage {other}, but the lesson starts from "
+                f"{start}: `python -m workshop reset {start}` puts it there "
+                "and keeps yours.")
+    if left or diff.yours.syntax_error:
+        return "Change the script and save it (Ctrl+S, Cmd+S)."
+    if right or diff.others:
+        return (f"Your own code may differ from ours: `python -m workshop "
+                f"check {stage}` tells you whether it is right.")
+    return f"Next: `python -m workshop check {stage}`"
+
+
+def saved(path):
+    when = time.localtime(path.stat().st_mtime)
+    today = when[:3] == time.localtime()[:3]
+    return time.strftime("saved at %H:%M:%S" if today else
+                         "saved on %d %B at %H:%M", when)
+
+
+def title(diff, item):
+    """The change's number and name, and its place in the script."""
+    i1, i2, j1, j2 = item.edits[0]
+    # a removed line is in the script, an added one in the solution
+    script, begin, end = ((diff.yours, i1, i2) if i1 < i2 else
+                          (diff.goal, j1, j2))
+    place = script.place(next(  # a blank line has no indent
+        (i for i in range(begin, end) if script.lines[i]), begin))
+    where = f"line {i1 + 1}, " + (
+        f"in {place}" if place else "outside any function")
+    more = [f"line {edit[0] + 1}" for before, edit in zip(
+        item.edits, item.edits[1:]) if edit[0] - before[1] > 2 * CONTEXT]
+    if more:
+        where += "; also " + ", ".join(more)
+    number = f"{item.number} of {diff.total}: " if item.number else ""
+    return f"{number}{item.title}", where
+
+
+def question(diff, item):
+    """What to predict, and the check that tries it, if one does."""
+    return item.predict + (
+        f" `python -m workshop check {diff.stage} {item.number}` tries it, "
+        "before you make the change." * item.checked)
+
+
+def rows(yours, goal, edits, titles=()):
+    """The rows (line number or None, sign, [(text, differs)]) of a change.
+
+    The sign is " ", "-", "+", "" for a row that stands for a gap, or "@" for a
+    title: titles has one, or "", for each of the edits.
+    """
+    titles = iter(titles)
+    shown = max(0, edits[0][0] - CONTEXT)
+    for i1, i2, j1, j2 in edits:
+        if shown + CONTEXT < i1 - CONTEXT:
+            yield from plain(yours, shown, shown + CONTEXT)
+            yield None, "", []
+            shown = i1 - CONTEXT
+        yield from plain(yours, shown, i1)
+        above = next(titles, "")
+        if above:
+            yield None, "@", [(above, False)]
+        old, new = mark(yours[i1:i2], goal[j1:j2])
+        yield from ((i1 + k + 1, "-", text) for k, text in enumerate(old))
+        yield from ((None, "+", text) for text in new)
+        shown = i2
+    yield from plain(yours, shown, min(shown + CONTEXT, len(yours)))
+
+
+def plain(lines, begin, end):
+    return [(i + 1, " ", [(lines[i], False)]) for i in range(begin, end)]
+
+
+def mark(old, new):
+    """Both as lists of (text, differs); similar lines are compared by word."""
+    marked = [[(line, False)] for line in old], [[(line, False)]
+                                                 for line in new]
+    after = 0
+    for i, line in enumerate(old):
+        for j in range(after, len(new)):
+            a, b = (re.findall(r"\w+", it) for it in (line, new[j]))
+            if match(a, b).ratio() >= 0.5:
+                a, b = (re.findall(r"\w+|.", it) for it in (line, new[j]))
+                marked[0][i], marked[1][j] = [], []
+                for tag, a1, a2, b1, b2 in match(a, b).get_opcodes():
+                    for row, part in ((marked[0][i], a[a1:a2]),
+                                      (marked[1][j], b[b1:b2])):
+                        if part:
+                            row.append(("".join(part), tag != "equal"))
+                after = j + 1
+                break
+    return marked
+
+
+def match(a, b):
+    """difflib's matcher for two lists, with nothing left out."""
+    return SequenceMatcher(None, a, b, autojunk=False)
+
+
+def warnings(diff):
+    """Lines: where the script is not Python, and what was lost from it."""
+    if diff.yours.syntax_error:
+        yield f"Not Python yet, {diff.yours.syntax_error}"
+    gone = desk.gone(diff) if diff.yours.path == DESK else ()
+    if gone:
+        numbers = " ".join(map(str, gone))
+        which = "change" if len(gone) == 1 else "changes"
+        yield (f"Not in the script any more, though `apply` made them: {which}"
+               f" {numbers}. Did the editor save an older version over it? "
+               f"`python -m workshop apply {diff.stage} {numbers}` makes them "
+               "again.")
+
+
+# ----------------------------------------------------------------- terminal
+
+
+def to_text(diff, colour=False, hints=False, number=None):
+    """The view as text; colour: with a terminal's escape sequences.
+
+    hints: without the code. number: only that change, a `UserError` if the
+    lesson does not have it.
+    """
+    def paint(text, *codes):
+        start = "".join(f"\033[{code}m" for code in codes)
+        return f"{start}{text}\033[0m" if colour and codes and text else text
+
+    out = [paint(headline(diff), 1)]
+    out += [paint(line, TERMINAL_ORANGE) for line in warnings(diff)]
+    out.append(f"Last {saved(diff.yours.path)}. {advice(diff)}")
+    left, right = split(diff)
+    shown = left + diff.others + right
+    if number is not None:
+        diff.require_change(number)
+        shown = [item for item in diff.left if item.number == number]
+        if not shown:
+            out += ["", f"Change {number} is made."]
+    for item in shown:
+        name, where = title(diff, item)
+        out += ["", f"{paint(name, 1)} ({where})", wrap(item.why)]
+        if item.predict:
+            lesson = show_path(find(diff.stage).lesson)
+            out += ["", wrap(f"Predict: {question(diff, item)}"), wrap(
+                f"(the answer: {lesson}, change {item.number})")]
+        if hints:
+            continue
+        for line, sign, parts in rows(
+                diff.yours.lines, diff.goal.lines, item.edits):
+            codes = {"-": [TERMINAL_ORANGE],
+                     "+": [TERMINAL_BLUE]}.get(sign, [])
+            text = "".join(paint(visible(part), *codes, *[7] * differs)
+                           for part, differs in parts)
+            out.append(f"{line or '':>5} {paint(sign or '...', *codes)} {text}"
+                       .rstrip())
+    if hints and shown:
+        which = diff.stage + (f" {number}" if number else "")
+        out += ["", f"The code: `python -m workshop diff {which} --no-hints`"]
+    return "\n".join(out)
+
+
+def wrap(text):
+    """The text in lines that fit, an empty one between its paragraphs."""
+    return "\n\n".join(textwrap.fill(part, 79) for part in text.split("\n\n"))
+
+
+# ----------------------------------------------------------------- notebook
+
+
+def to_html(diff, hints=False, whole=False):
+    """The view as HTML: the next change, the others folded below it.
+
+    It fits a laptop's screen, so that what there is to do is in sight after
+    Shift+Enter. hints: the code is folded, too. whole: all that differs as
+    one diff, as git shows it.
+    """
+    left, right = split(diff)
+    todo = [] if is_checked(diff) else left + diff.others
+    name, warned = show_path(diff.yours.path), [*warnings(diff)]
+    first = html.escape(headline(diff))
+    if diff.yours.path == DESK:
+        first = first.replace(name, link(name))
+    out = [paragraph(f"<strong>{first}</strong>",
+                     "" if todo or diff.yours.syntax_error else "good"),
+           "" if whole else strip(diff, left)]
+    out += [paragraph(quote(line), "bad") for line in warned]
+    out.append(paragraph(quote(
+        f"Last {saved(diff.yours.path)}. {advice(diff)}")))
+    if whole:
+        out.append(everything(diff))
+    for item in [] if whole else left + diff.others + right:
+        name, where = map(quote, title(diff, item))
+        if diff.yours.path == DESK:
+            where = link_lines(where)
+        where = f'<span class="place">({where})</span>'
+        id = f' id="{anchor(diff, item.number)}"' if item.number else ""
+        if item in todo[:1]:
+            out.append(f"<h3{id}>{name} {where}</h3>"
+                       f"{change(diff, item, hints)}")
+        else:
+            if item in right:
+                name += " (right, as you wrote it)"
+            out.append(folded(f"{name} {where}", change(diff, item, hints),
+                              id))
+    return box("\n".join([*out, KEEP_UNFOLDED, KEEP_IN_SIGHT]),
+               next(iter(warned), headline(diff)))
+
+
+def anchor(diff, number):
+    return f"ws-{diff.stage}-{number}"
+
+
+def strip(diff, left):
+    """A box for each change: made, or a link to it."""
+    left = [item.number for item in left]
+    boxes = []
+    for number, change in enumerate(diff.lesson.changes, 1):
+        state = ("next" if [number] == left[:1] else
+                 "left" if number in left else "made")
+        name = html.escape(
+            f'{number}: {change.title.replace("`", "")} ({state})')
+        about = f'class="{state}" title="{name}"'
+        there = anchor(diff, number)
+        boxes.append(
+            f'<span {about}><span class="unseen">{name}</span>'
+            '<span aria-hidden="true">✓</span></span>' if state == "made" else
+            f'<a {about} aria-label="{name}" href="#{there}" onclick='
+            f'"document.getElementById(\'{there}\').open = true">'
+            f'{number}</a>')
+    about = f"{diff.total - len(left)} of {diff.total} changes are made"
+    if left:
+        about += f"; the next one is change {left[0]}"
+    return (f'<div class="strip" role="group" aria-label="{about}">'
+            f'{"".join(boxes)}</div>')
+
+
+def change(diff, item, hints):
+    """Why, what to predict, the answer folded, and the code."""
+    def fold(summary, content):
+        id = f"{anchor(diff, item.number)}-{summary.split()[-1].lower()}"
+        return folded(summary, content, f' id="{id}"' * bool(item.number))
+
+    why = [paragraph(quote(part)) for part in item.why.split("\n\n")]
+    if item.predict:
+        why += [paragraph("<strong>Predict:</strong> "
+                          + quote(question(diff, item)), "ask"),
+                fold("Answer", paragraph(quote(item.answer)))]
+    view = [*rows(diff.yours.lines, diff.goal.lines, item.edits)]
+    about = (f"change {item.number}" if item.number else
+             "a difference that is not in the lesson")
+    code = code_box(view, f"The code of {about}")
+    if hints:  # a step with each click
+        before = code_box((row for row in view if row[1] != "+"),
+                          f"The lines of {about}")
+        code = fold("Show the lines", before + fold("Show the code", code))
+    return "".join(why) + code
+
+
+def everything(diff):
+    """All that differs, in the order of the script, with titles."""
+    edits = sorted((edit, f"{item.number or ''} {item.title}".lstrip())
+                   for item in diff.left + diff.others for edit in item.edits)
+    titles = ["", *(title for _, title in edits)]
+    new = [title * (title != before)
+           for before, title in zip(titles, titles[1:])]
+    return code_box(rows(diff.yours.lines, diff.goal.lines,
+                         [edit for edit, _ in edits], new),
+                    "All that differs") if edits else ""
+
+
+def between(old, new):
+    """The changes from a script's text to another's: (HTML, text).
+
+    Those of a function or class are folded under its name.
+    """
+    old, new = old.splitlines(), new.splitlines()
+    edits = [edit for tag, *edit in match(old, new).get_opcodes()
+             if tag != "equal"]
+    places = {}
+    for edit in edits:
+        i1, i2, j1, j2 = edit
+        first = next(filter(None, old[i1:i2] or new[j1:j2]), "")
+        place = next(filter(None, (re.match(r"(?:def|class) (\w+)", line)
+                                   for line in [first, *old[:i1][::-1]])), "")
+        places.setdefault(place and place[1], []).append(edit)
+    parts = [folded(
+        f"<code>{name or 'outside any function'}</code>: "
+        f"{sum(i2 - i1 for i1, i2, *_ in some)} removed, "
+        f"{sum(j2 - j1 for *_, j1, j2 in some)} added",
+        code_box(rows(old, new, some), "The changes there"))
+        for name, some in places.items()]
+    view = list(rows(old, new, edits)) if edits else []
+    text = "\n".join(f"{line or '':>5} {sign or '...'} "
+                     + "".join(part for part, _ in parts)
+                     for line, sign, parts in view)
+    return box("".join(parts)), text

@@ -1,0 +1,210 @@
+"""How far the class is: python -m workshop class FOLDER
+
+An attendee who sets WORKSHOP_CLASS to a shared folder takes part: `diff` and
+`check` then add a line to a file there. The instructor projects a page that
+shows all of them, without names. Nothing is written for anyone else.
+Only the standard library, from Python 3.9 on; Jinja draws the page.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Optional
+
+from backstage import ROOT
+from backstage.errors import UserError, require
+from backstage.files import require_like, write_atomically
+from rankcheck.system.errors import read_regular
+from workshop.diff import documents
+from workshop.diff.page import PAGE, quote
+from workshop.html import BLUE, ORANGE, may_replace
+from workshop.stages import LESSONS, STAGES, batch_files
+
+# Nobody waits for it: the folder may be full, gone, or on a server that does
+# not answer. It makes no folder, and writes into no link and no FIFO, which
+# anybody may have put there.
+WRITE = """import os, stat, sys
+os.umask(0o022)
+file = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND | os.O_CREAT
+               | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+found = os.fstat(file)
+if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+    os.write(file, sys.argv[2].encode() + b"\\n")
+"""
+LARGEST = 1_000_000  # bytes of a file: anybody may write there
+LONG = 300  # seconds without a further change: somebody may need help
+EVERY = 5  # seconds from one page to the next
+
+MARK = "made by python -m workshop class, which replaces it"
+
+
+# ---------------------------------------------------------------- attendees
+
+
+def note(stage, **what):
+    """Add a line to my file in the class's folder, if I take part."""
+    folder = os.environ.get("WORKSHOP_CLASS")
+    if not folder:
+        return
+    line = json.dumps({"stage": stage, "time": time.time(), **what})
+    file = Path(folder, f"{my_name()}.jsonl")
+    with suppress(OSError):
+        subprocess.run(["sh", "-c", '"$@" &', "sh", sys.executable, "-IS",
+                        "-c", WRITE, file, line], check=False,
+                       stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                       stderr=subprocess.DEVNULL)
+
+
+def note_diff(diff):
+    note(diff.stage, left=[item.number for item in diff.left])
+
+
+def my_name():
+    """The same at each call in this clone, and no name."""
+    return hashlib.sha256(f"{os.getuid()} {ROOT}".encode()).hexdigest()[:12]
+
+
+# --------------------------------------------------------------- instructor
+
+
+@dataclass
+class Person:
+    """What is known of somebody who takes part."""
+
+    stage: str  # of the lesson
+    left: list  # the numbers of the changes that are left
+    since: float  # when this last changed, in seconds since 1970
+    right: Optional[bool]  # the last check's answer, None before the first
+    mistake: str  # the question that it was about
+
+
+def read(folder):
+    """A `Person` for each file that has a line which can be read."""
+    people = []
+    for file in sorted(Path(folder).glob("*.jsonl")):
+        with suppress(OSError):
+            data = read_regular(file, LARGEST + 1, os.O_NOFOLLOW)
+            lines = [*read_lines(data.decode("utf-8", "replace"))]
+            if lines and len(data) <= LARGEST:
+                people.append(summarise(lines))
+    return people
+
+
+def read_lines(text):
+    """The lines that are whole, and as `note` writes them."""
+    for line in text.splitlines():
+        with suppress(ValueError, RecursionError, TypeError, UserError):
+            said = json.loads(line)
+            require_like({"left": [], "right": True, "mistake": ""} | said, {
+                "stage": Literal[LESSONS], "time": float, "left": list,
+                "right": bool, "mistake": str})
+            if 0 <= said["time"] < 1e11:  # false for nan
+                yield said
+
+
+def summarise(lines):
+    """What somebody's lines say about the lesson of the last one."""
+    lines.sort(key=lambda line: line["time"])
+    stage = lines[-1]["stage"]
+    lines = [line for line in lines if line["stage"] == stage]
+    left = changes = [*range(1, 1 + len(documents.load(stage)))]
+    since, right, mistake = lines[0]["time"], None, ""
+    for line in lines:
+        if "right" in line:
+            right, mistake = line["right"], line.get("mistake", "")[:100]
+        now = [number for number in changes if not line.get("right")
+               and number in line.get("left", left)]
+        if now != left:
+            left, since = now, line["time"]
+    return Person(stage, left, since, right, mistake)
+
+
+def draw(people, jobs, now):
+    """The page: a row for each person, those with the most changes first; and
+    how many people each change is the next one of.
+
+    jobs: a line about them, or "". now: seconds since 1970.
+    """
+    from jinja2 import Template  # which a portal's kernel does not have
+
+    lessons = []
+    for stage in LESSONS:
+        here = [person for person in people if person.stage == stage]
+        at = Counter(person.left[0] for person in here if person.left)
+        if here:
+            lessons.append((
+                STAGES[stage].title, documents.load(stage),
+                sorted(here, key=lambda person: len(person.left)),
+                sorted(at.items())))
+    mistakes = Counter(person.mistake for person in people if person.mistake)
+    page = Template((PAGE / "class.html").read_text("utf-8"), autoescape=True,
+                    trim_blocks=True)
+    return page.render(
+        mark=MARK, every=EVERY, blue=BLUE, orange=ORANGE, people=people,
+        passed=sum(person.right is True for person in people),
+        waiting=sum(is_long(person, now) for person in people),
+        minutes=LONG // 60, mistakes=mistakes.most_common(1), jobs=jobs,
+        lessons=lessons, quote=quote, describe=describe, now=now,
+        when=time.strftime("%H:%M:%S", time.localtime(now)))
+
+
+def is_long(person, now):
+    """Whether somebody waits: also with all changes, if they are not right."""
+    return not person.right and now - person.since > LONG
+
+
+def describe(person, now):
+    """What stands behind a row."""
+    if person.right:
+        return "right"
+    words = ["not right yet"] if person.right is False else []
+    if is_long(person, now):
+        words.append(f"{(now - person.since) / 60:.0f} min")
+    return ", ".join(words)
+
+
+def count_jobs():
+    """The course's jobs in the queue, in a line; "" where there is no SLURM.
+    """
+    if not shutil.which("squeue"):
+        return ""
+    try:
+        said = subprocess.run(["squeue", "-h", "-o", "%T %j"], text=True,
+                              capture_output=True, check=True, timeout=EVERY)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    jobs = (line.partition(" ") for line in said.stdout.splitlines())
+    names = batch_files()
+    states = Counter(state for state, _, name in jobs if name in names)
+    return (f"Jobs: {states['PENDING']} wait in the queue, "
+            f"{states['RUNNING']} run.")
+
+
+def add_arguments(parser):
+    parser.add_argument("folder", help="the shared one that WORKSHOP_CLASS "
+                        "names")
+    parser.add_argument("-o", "--output", default="class.html",
+                        help="the page (class.html)")
+
+
+def main(args):
+    """Write the page again and again, until Ctrl-C."""
+    folder, output = args.folder, args.output
+    require(Path(folder).is_dir(), f"{folder} is no folder: make it with "
+            f"`mkdir -m 1777 {folder}`, and let site.sh name it")
+    print(f"open {output} in a browser: it changes every {EVERY} seconds, "
+          "until Ctrl-C", flush=True)
+    while True:
+        page = draw(read(folder), count_jobs(), time.time())
+        require(may_replace(output, MARK), f"{output} is there, and not made "
+                "by class: it is kept; name another page with -o")
+        write_atomically(output, page.encode(errors="replace"))
+        time.sleep(EVERY)

@@ -1,0 +1,149 @@
+"""Merge the newest course into this clone, and keep what was edited.
+
+What is edited is copied before; the desk's script stays. Where an edit and the
+course do not go together, the edit is in the copy and in the stash.
+"""
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+from backstage import ROOT
+from backstage.errors import UserError, require, visible
+from backstage.files import show_path
+from rankcheck.system.errors import read_regular
+from workshop.diff.backups import FOLDER, back_up, locked_desk
+from workshop.jobs import git
+from workshop.stages import DESK
+
+ASIDE = FOLDER / "aside"  # the desk's script while git renews the others
+CHANGED = "diff", "--name-only", "--no-renames", "-z"
+
+
+def main(args):
+    """`python -m workshop update`; raises `UserError` if it cannot be done."""
+    merge = ROOT / git.run("rev-parse", "--git-path", "MERGE_HEAD", advice="\
+get the course with `git clone`, and copy your code/train_gpt2.py into that")
+    source = git.run("rev-parse", "--abbrev-ref", "@{upstream}", advice="`git "
+                     "switch main`, or `git branch --set-upstream-to ...`")
+    with locked_desk():
+        give_back(source)
+    require(not merge.exists() and not git.names(*CHANGED, "--diff-filter=U"),
+            "a merge is not finished here: `git status` says how to go on")
+    store_autostash()
+    print(f"asking for {source}", flush=True)
+    git.run("fetch", "--quiet")
+    newest = git.run("log", "-1", f"--format={source}, %h of %cs, %s", source)
+    if not (news := git.names(*CHANGED, f"HEAD...{source}")):
+        return print(f"nothing new in {visible(newest)}")
+    with locked_desk():
+        copies = copy_edits({name for name in news if name.endswith(".ipynb")})
+        in_the_way = git.names("ls-files", "--killed", "-z") | {
+            name for name in news - git.names("ls-files", "-z")
+            if os.path.lexists(ROOT / name)}  # a merge overwrites the ignored
+        require(not in_the_way, f"{', '.join(in_the_way)}: the course has "
+                "another file there: move yours away, then try again")
+        # Ctrl-C, or closing the terminal, stops nothing halfway, nor git
+        signal.pthread_sigmask(signal.SIG_BLOCK, {
+            signal.SIGHUP, signal.SIGINT, signal.SIGTERM})
+        stashes = git.run("stash", "list")
+        edited = DESK.exists() and git.names(*CHANGED, "HEAD", "--", DESK)
+        try:
+            if edited:
+                DESK.rename(ASIDE)
+                git.run("checkout", "HEAD", "--", DESK)
+            git.run("merge", "-q", "--no-edit", "--autostash",
+                    "--no-overwrite-ignore", source, advice="all is as it was;"
+                    " if your commits change what the course changes, merge "
+                    "by hand: `git pull`")
+        except UserError:
+            if merge.exists():
+                git.run("merge", "--abort")
+            raise
+        finally:  # what an editor has saved there meanwhile is newer
+            if edited:
+                put_back(DESK.exists() and git.names(
+                    *CHANGED, "HEAD", "--", DESK))
+    if clashes := git.names(*CHANGED, "--diff-filter=U"):
+        git.run("add", "--", *clashes)  # what is unmerged is not restored
+        git.run("restore", "--staged", "--", *clashes)
+        clashes &= git.names("ls-files", "-z")  # what has gone there stays
+        if clashes:
+            git.run("restore", "--", *clashes)
+            print("changed by you and the course: "
+                  f"{', '.join(sorted(clashes))}: the course's is there, "
+                  f"yours in {copies}, and in `git stash list`")
+    elif git.run("stash", "list") != stashes:  # git has refused to restore
+        print("your edits of the course's files could not be put back: they "
+              f"are in {copies}, and in `git stash list`")
+    print(f"{len(news)} files have changed; this clone is "
+          f"{visible(newest)}\nClose and "
+          "reopen those that are open, then run `source activate.sh` again.")
+
+
+def put_back(edited: object) -> "Path | None":
+    """Move the script that is aside to the desk, or to the backups.
+
+    edited: whether somebody has saved another script there meanwhile. Returns
+    the backup, or None.
+    """
+    if not edited:
+        ASIDE.replace(DESK)
+        return None
+    backup = None
+    if not ASIDE.is_symlink():  # then the script itself is elsewhere
+        backup = back_up(read_regular(ASIDE))
+    ASIDE.unlink()
+    return backup
+
+
+def give_back(source: str) -> None:
+    """Give back the script that an update had moved away and was killed."""
+    if os.path.lexists(ASIDE):
+        edited = DESK.exists() and all(
+            git.names(*CHANGED, version, "--", DESK)
+            for version in ("HEAD", source))
+        backup = put_back(edited)
+        where = "is there again"
+        if edited:
+            where = "was edited since, and stays"
+        if backup:
+            where += f"; that of then is {show_path(backup)}"
+        print(f"an earlier update was killed: your {show_path(DESK)} {where}")
+
+
+def store_autostash() -> None:
+    """Keep what git had put away for a merge that was killed."""
+    stash = ROOT / git.run("rev-parse", "--git-path", "MERGE_AUTOSTASH")
+    if stash.exists():
+        git.run("stash", "store", "-m", "edits of an update that was killed",
+                stash.read_text("utf-8").strip())
+        stash.unlink()
+        print("an earlier update was killed: your edits of the course's files "
+              "are in `git stash list`, and copies in "
+              f"{show_path(FOLDER)}/update-*")
+
+
+def copy_edits(more):
+    """Copy what is edited, and these, into a folder of this moment: its name.
+
+    What is staged, in states that no file may have any more, is there, too.
+    """
+    copies = FOLDER / time.strftime("update-%Y%m%d-%H%M%S")
+    git.run("checkout-index", f"--prefix={copies}/staged/", "--",
+            *git.names(*CHANGED, "--cached", "--diff-filter=d"))
+    git.run("restore", "--staged", ":/")
+    # what its filter calls the same, such as a notebook that was run, would be
+    # checked out anew: git adds nothing, and takes it for unchanged
+    git.run("add", "--", *git.names("diff-files", "--name-only", "-z")
+            - git.names(*CHANGED))
+    for name in git.names(*CHANGED, "HEAD") | more:
+        if (ROOT / name).is_file():
+            (copies / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copies / name)
+    if copies.exists():
+        print("copies of what you edited, and of the notebooks that "
+              f"change, are in {show_path(copies)}")
+    return show_path(copies)
