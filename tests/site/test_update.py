@@ -136,7 +136,7 @@ def test_a_clone_goes_on_after_modules_have_moved(tmp_path, data):
     git(tmp_path, "clone", "-q", "course", "clone")
     old_shell = {"PYTHONPATH": str(clone), "WORKSHOP_DATA": str(data)}
 
-    workshop(clone, "apply", "ddp", "1", **old_shell)
+    workshop(clone, "apply", "ddp", "--all", **old_shell)
     append(clone, "# mine\n", DESK, JOB)
     script = (clone / DESK).read_text()
     run = [DESK, "--preset", "tiny", "--device", "cpu", "--data", data,
@@ -152,15 +152,14 @@ def test_a_clone_goes_on_after_modules_have_moved(tmp_path, data):
     assert (clone / JOB).read_text().endswith("# mine\n")
     assert "what this cell has printed" in copied(
         clone, "notebooks/diff_lit.ipynb")
-    assert not [*(clone / "rankcheck").glob("*.py")]
+    assert not (clone / "workshop/lesson/desk.py").exists()
 
     resumed = python(clone, *run, "--max-steps", "4", "--resume", **old_shell)
     assert resumed.returncode == 0, resumed.stderr
     rows = (clone / "runs/mine/metrics.csv").read_text().splitlines()
     assert len(rows) == 1 + 4
-    assert "2 to make" in workshop(clone, **old_shell)
-    workshop(clone, "diff", "ddp", **old_shell)
-    workshop(clone, "apply", "ddp", "2", **old_shell)
+    for words in (), ("diff", "ddp"), ("script", "ddp"):
+        workshop(clone, *words, **old_shell)
     workshop(clone, "reset", "ddp", **old_shell)
     assert script in [file.read_text() for file in (
         clone / "code" / "backups").glob("*.py")]
