@@ -6,6 +6,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from conftest import edit, link_package, needs
 from verify_cases import CASES, outcome, problem, read
 
+import rankcheck
 from backstage import ROOT
 from rankcheck.system.errors import UserError
 from rankcheck.verification import program
@@ -198,6 +200,23 @@ def test_a_stranger_verifies(stranger):
         assert f"{line}\n" in end.stdout, (line, end)
     for command in "verify", "why":
         assert not stranger("rankcheck", command, "--help").returncode
+    assert stranger("rankcheck", "--version").stdout == (
+        f"rankcheck {rankcheck.__version__}\n")
+
+
+@pytest.mark.whole
+def test_an_older_torch_is_named(stranger):
+    """Before it is imported: nothing of it may work here."""
+    (stranger.work / "train.py").touch()
+    old = stranger.work / "torch-2.4.1+cu121.dist-info"
+    old.mkdir()
+    (old / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.4.1+cu121\n")
+    end = stranger("python", "-m", "rankcheck", "verify", "--", "train.py")
+    shutil.rmtree(old)
+    assert end.returncode == 2 and end.stderr == (
+        "error: PyTorch 2.4.1+cu121 is older than 2.11, which rankcheck "
+        "needs: install a newer one\n"), end
 
 
 @pytest.mark.whole

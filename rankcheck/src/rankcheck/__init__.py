@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from rankcheck.engine.findings import Finding, Report
 from rankcheck.system.errors import UserError
+from rankcheck.system.version import __version__
 
-__all__ = ["Finding", "Report", "UserError", "verify"]
+__all__ = ["Finding", "Report", "UserError", "__version__", "verify"]
 
 
 def verify(program: list[str], n: int = 2, steps: int = 4,

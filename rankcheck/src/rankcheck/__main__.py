@@ -6,6 +6,7 @@ import traceback
 
 from rankcheck.system.command_line import parse
 from rankcheck.system.errors import UserError
+from rankcheck.system.version import __version__
 
 COMMANDS = {
     "verify": ("rankcheck.verification.command", "Run any training script as "
@@ -18,6 +19,9 @@ COMMANDS = {
 def main():
     """Exit with 0 if nothing is wrong, 1 if something is, else with 2."""
     try:
+        if sys.argv[1:] == ["--version"]:
+            print(f"rankcheck {__version__}")
+            return
         args = parse("rankcheck", "For any training script. COMMAND --help "
                      "says more of each.", {"commands": COMMANDS})
         sys.exit(args.function(args))

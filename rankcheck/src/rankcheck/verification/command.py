@@ -16,6 +16,7 @@ from rankcheck.engine.findings import Report, warn
 from rankcheck.engine.hang_detector import PATIENCE
 from rankcheck.engine.report import Events, Quiet, Terminal
 from rankcheck.system.errors import NotCompared, UserError, require, show_path
+from rankcheck.system.version import require_torch
 from rankcheck.verification.program import read
 
 MOST = 64  # processes on this machine's CPU
@@ -159,6 +160,7 @@ def examine(program: list[str], size: int, steps: int,
     """
     require(1 < size <= MOST and steps > 0,
             f"-n is 2 to {MOST}, --steps 1 or more")
+    require_torch()
     program = read(program)
     if device == "gpu":
         import torch
