@@ -164,6 +164,12 @@ def test_an_installed_clone_has_all_packages_and_what_they_read():
         assert end.returncode == 0 and name in end.stdout, end
 
 
+def test_both_packages_have_the_licence():
+    """A package can hold no file from outside its own folder."""
+    assert (ROOT / "LICENSE").read_bytes() == (
+        ROOT / "rankcheck" / "LICENSE").read_bytes()
+
+
 def test_the_map_has_a_line_for_each_module():
     text = (ROOT / "docs" / "map.md").read_text()
     for name, path in MODULES.items():
