@@ -199,7 +199,7 @@ def holding(file, text):
 def clone_course(clone):
     """Make a clone that submits jobs; it takes its dataset to be there."""
     copy_course(clone, *ENVIRONMENT, "backstage", "batchfiles", "code",
-                "notebooks", "rankcheck", "solutions", "workshop")
+                "notebooks", "solutions", "workshop")
     (clone / "fineweb" / "demo").mkdir()
     (clone / "fineweb" / "demo" / "manifest.json").touch()
 
