@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rankcheck.system.errors import UserError
-from rankcheck.why import evidence, hang, start
+from rankcheck.why import dumps, evidence, hang, start
 from rankcheck.why.answer import (
     Answer,
     answer,
@@ -103,6 +103,9 @@ def why(target: str | None, **options: Any) -> int:
     target, options: as `Request` has them.
     """
     request = Request(target, **options)
+    files = dumps.find_files(target) if target else {}
+    if files:
+        return answer_dumps(files, request)
     folder = evidence.find(target, request.runs)
     starts = start.starts_of(folder)
     begun = starts[-1] if starts else None
@@ -139,6 +142,25 @@ def why(target: str | None, **options: Any) -> int:
     if answers[0].finding.kind in ("", "straggler"):
         for line in request.explain_speed(find_place(request, folder)):
             print(line)
+    return status
+
+
+def answer_dumps(files: dict[int, Path], request: Request) -> int:
+    """Print what flight-recorder dumps show; returns the exit status."""
+    read = [dumps.read_dump(rank, file) for rank, file in files.items()]
+    findings = dumps.judge(read)
+    status = int(any(found.kind for found in findings))
+    if not request.as_json:
+        print(*dumps.describe(read, findings), sep="\n")
+        return status
+    first = min(findings, key=lambda one: not one.kind, default=None)
+    document: dict[str, Any] = {
+        "status": status, "folder": str(read[0].file.parent), "blamed": []}
+    if first is not None:
+        document |= {"kind": first.kind, "text": first.text,
+                     "verdict": "FAIL" if first.kind else "ok",
+                     "advice": first.advice, "blamed": first.ranks}
+    print_document(document)
     return status
 
 

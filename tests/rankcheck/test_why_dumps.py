@@ -1,0 +1,164 @@
+"""`why` about flight-recorder dumps: PyTorch's own, of ranks that wait."""
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import CLONE_PATH, program, python
+
+from rankcheck.engine.ranks import Launch
+from rankcheck.system.errors import UserError
+from rankcheck.why import dumps
+
+# Each rank dumps what it has called, while it waits, and leaves
+SCRIPT = """\
+import os, sys, threading, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+def leave():
+    time.sleep(1.5)
+    record = torch._C._distributed_c10d._dump_fr_trace(True, True, False)
+    with open(f"dump_{rank}", "wb") as file:
+        file.write(record)
+    time.sleep(1)
+    os._exit(0)
+threading.Thread(target=leave, daemon=True).start()
+one = torch.ones(4)
+pair = dist.new_group([1, 2])
+dist.all_reduce(one)
+"""
+FAULTS = {  # what is waited in, what is said, the ranks, whether it is proven
+    "another operation": (
+        "dist.broadcast(one, 0) if rank == 2 else dist.all_reduce(one)",
+        "collective 2 of group 0: the operation differs: broadcast of "
+        r"\[\[4\]\] Float on rank 2 \(.*train.py, line 17\), all_reduce of "
+        r"\[\[4\]\] Float on ranks 0, 1 ", [2], True),
+    "a rank does not come": (
+        "time.sleep(9) if rank == 1 else dist.all_reduce(one)",
+        r"ranks 0, 2 wait in collective 2 of group 0, .*; rank 1 has not "
+        r"called it; the last one of rank 1 is 1, all_reduce \(.*line 16\)",
+        [1], False),
+    "in a group": (
+        "dist.all_reduce(one, group=pair) if rank == 1 else time.sleep(9)",
+        "rank 1 waits in collective 1 of group 1, .*; which other ranks are "
+        "in that group is not recorded", [], False),
+    "nothing": ("time.sleep(9)", "", [], False)}
+
+
+def leave_dumps(folder, line):
+    """The dumps of three ranks that have come to this line."""
+    script = program(folder / "train.py", f"{SCRIPT}{line}\ntime.sleep(9)\n")
+    Launch(script, world_size=3, cwd=str(folder)).wait(60)
+    files = dumps.find_files(str(folder))
+    assert [*files] == [0, 1, 2]
+    return [dumps.read_dump(*item) for item in files.items()]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_ranks_that_wait(name, tmp_path):
+    line, words, ranks, proven = FAULTS[name]
+    found = dumps.judge(leave_dumps(tmp_path, line))
+    assert len(found) == bool(words)
+    for one in found:
+        assert re.match(words, one.text), one.text
+        assert one.ranks == ranks and bool(one.kind) == proven
+    words = "-m", "rankcheck", "why", tmp_path
+    end = python(tmp_path, *words, PYTHONPATH=CLONE_PATH)
+    assert end.returncode == proven and not end.stderr, end
+    assert all(one.text in end.stdout for one in found)
+    document = json.loads(python(
+        tmp_path, *words, "--json", PYTHONPATH=CLONE_PATH).stdout)
+    assert document["status"] == proven
+    assert document["blamed"] == ranks
+
+
+def as_nccl(folder, change=lambda rank, value: None):
+    """Let dumps of gloo have the names of NCCL's. Gloo's do not name their
+    groups, and PyTorch's own tool cannot read them.
+    """
+    for file in folder.glob("dump_*"):
+        value = pickle.loads(file.read_bytes())
+        value["pg_config"] = {"0": {
+            "name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
+        if file.name != "dump_0":
+            value["pg_config"]["1"] = {
+                "name": "1", "desc": "undefined", "ranks": "[1, 2]"}
+        for entry in value["entries"]:
+            entry["profiling_name"] = entry["profiling_name"].replace(
+                "gloo", "nccl")
+        change(int(file.name[-1]), value)
+        file.write_bytes(pickle.dumps(value))
+
+
+def ask_torch(folder):
+    """What torchfrtrace prints."""
+    end = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace",
+         "--prefix", "dump_", str(folder)], capture_output=True, text=True)
+    assert end.returncode == 0, end.stderr
+    return end.stdout + end.stderr
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("name", "ours", "theirs"), [
+    ("another operation", [2], "Culprit rank 2; .*COLLECTIVE_TYPE_MISMATCH"),
+    ("a rank does not come", [1], r"missing ranks: \{1\}"),
+    ("in a group", [2], r"missing ranks: \{2\}"), ("nothing", [], "")])
+def test_torchs_own_tool_agrees(name, ours, theirs, tmp_path):
+    leave_dumps(tmp_path, FAULTS[name][0])
+    as_nccl(tmp_path)
+    files = dumps.find_files(str(tmp_path))
+    found = dumps.judge([dumps.read_dump(*item) for item in files.items()])
+    assert [one.ranks for one in found] == ([ours] if ours else [])
+    said = ask_torch(tmp_path)
+    if theirs:
+        assert re.search(theirs, said), said
+    else:
+        assert "Culprit" not in said and "missing ranks" not in said
+
+
+def test_messages(tmp_path):
+    """As NCCL records them: gloo records none."""
+    leave_dumps(tmp_path, "time.sleep(9)")
+
+    def add(rank, value):
+        last = value["entries"][-1]
+        name = {0: "nccl:send 0->1", 1: "nccl:recv 1<-2"}.get(rank)
+        if name:
+            value["entries"].append({
+                **last, "profiling_name": name, "is_p2p": True,
+                "retired": False, "p2p_seq_id": 1})
+
+    as_nccl(tmp_path, add)
+    files = dumps.find_files(str(tmp_path))
+    found, = dumps.judge([dumps.read_dump(*item) for item in files.items()])
+    assert re.fullmatch(
+        r"rank 0 waits in send of group 0, to rank 1 \(.*\); no recv of rank "
+        r"1 waits for it, which waits in recv \(.*\)", found.text), found.text
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"\x80", b"\x80\x04}.", pickle.dumps(UserError), pickle.dumps([1])])
+def test_what_is_no_dump(content, tmp_path):
+    """It is one line; nothing in it is called."""
+    (tmp_path / "dump_0").write_bytes(content)
+    if not content:
+        assert not dumps.find_files(str(tmp_path))
+        return
+    end = python(tmp_path, "-m", "rankcheck", "why", tmp_path / "dump_",
+                 PYTHONPATH=CLONE_PATH)
+    assert end.returncode == 2 and end.stderr.count("\n") == 1, end
+    assert "is no flight-recorder dump" in end.stderr
+
+
+def test_several_sets_are_named(tmp_path):
+    for name in "one_0", "two_0":
+        (tmp_path / name).write_bytes(b"\x80")
+    with pytest.raises(UserError, match=r"several sets of dumps: name one of "
+                       r".*/one_, .*/two_"):
+        dumps.find_files(str(tmp_path))
