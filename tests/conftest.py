@@ -18,6 +18,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
+import cleanup
 import pytest
 from packaging.requirements import Requirement
 
@@ -84,6 +85,7 @@ def pytest_configure(config):
     if not is_worker(config):  # all that tests start inherit them
         os.environ["WORKSHOP_TESTS"] = str(os.getpid())
         os.environ["TMPDIR"] = tempfile.tempdir = make_temporary()
+        cleanup.watch(os.getpid(), tempfile.tempdir)
         config.option.basetemp = (
             config.option.basetemp or f"{tempfile.tempdir}/t")
 
@@ -158,8 +160,12 @@ def pytest_sessionfinish(session):
         os.kill(pid, signal.SIGKILL)
     if left and not session.exitstatus:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    if not session.exitstatus:
-        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+    folder = Path(os.environ["TMPDIR"])
+    if session.exitstatus in (pytest.ExitCode.TESTS_FAILED,
+                              pytest.ExitCode.INTERNAL_ERROR):
+        (folder / cleanup.KEPT).touch()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def left_behind():
