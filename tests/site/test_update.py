@@ -299,7 +299,7 @@ def test_edits_that_git_had_put_away_are_in_the_stash(course, clone):
     (clone / ".git" / "MERGE_AUTOSTASH").write_text(stash)
     git(clone, "checkout", "HEAD", "--", JOB)
     said = update(clone)
-    assert "an earlier update was killed" in said and "git stash list" in said
+    assert "an earlier merge was killed" in said and "git stash list" in said
     assert "# mine" in git(clone, "stash", "show", "-p")
     assert copied(clone, JOB).endswith("# mine\n")
     assert (clone / DESK).read_text().endswith("# mine\n")

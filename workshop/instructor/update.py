@@ -118,12 +118,12 @@ def store_autostash() -> None:
     """Keep what git had put away for a merge that was killed."""
     stash = ROOT / git.run("rev-parse", "--git-path", "MERGE_AUTOSTASH")
     if stash.exists():
-        git.run("stash", "store", "-m", "edits of an update that was killed",
-                stash.read_text("utf-8").strip())
+        git.run("stash", "store", "-m", "edits that a killed merge had put "
+                "away", stash.read_text("utf-8").strip())
         stash.unlink()
-        print("an earlier update was killed: your edits of the course's files "
-              "are in `git stash list`, and copies in "
-              f"{show_path(FOLDER)}/update-*")
+        # an update's, or one that somebody has typed
+        print("an earlier merge was killed: the edits that it had put away "
+              "are in `git stash list`")
 
 
 def copy_edits(more):
