@@ -3,11 +3,18 @@
 Only the standard library, from Python 3.9 on.
 """
 
+from __future__ import annotations
+
 import errno
 import os
 import stat
 import traceback
 from pathlib import Path
+
+TYPE_CHECKING = False  # without importing typing where a script is guarded
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
 
 KILLED = ("the system ended a process, most likely because the memory is "
           "full: end other programs, or ask for more")
@@ -25,19 +32,25 @@ class InternalError(UserError):
 class NotCompared(UserError):
     """The ranks of a run were idle for too long."""
 
-    findings = ()  # what was found without this run
+    # What was found without this run, each a `Finding` of the engine, which
+    # this package does not import
+    findings: Sequence[Any] = ()
 
 
-def require(condition, message):
-    """Raise a `UserError` with `message` unless `condition` holds."""
+def require(condition: object, message: str) -> None:
+    """Raise a `UserError` with `message` unless `condition` is true.
+
+    Args:
+        condition: any value: Python's own rules say whether it is true.
+    """
     if not condition:
         raise UserError(message)
 
 
-def show_path(path):
-    """The path as somebody would type it: short in the working folder."""
-    path = os.path.abspath(path)
-    return path.removeprefix(str(Path.cwd() / "_")[:-1])
+def show_path(path: str | os.PathLike[str]) -> str:
+    """Return the path as a user types it: relative in the working folder."""
+    folder = str(Path.cwd() / "_")[:-1]  # with the separator, also of "/"
+    return os.path.abspath(path).removeprefix(folder)
 
 
 def describe_error(error: BaseException) -> str:
@@ -48,11 +61,19 @@ def describe_error(error: BaseException) -> str:
             f"line {place.lineno})")
 
 
-def read_regular(path, most=-1, flags=0):
-    """The bytes of a file, so many at most; flags: further ones of `os.open`.
+def read_regular(path: str | os.PathLike[str], most: int = -1,
+                 flags: int = 0) -> bytes:
+    """Return the content of a regular file.
 
-    Whatever else has that name is an `OSError`: a FIFO, which would wait for
-    a writer, a device, which may never end, a folder, a socket.
+    Args:
+        path: the file.
+        most: how many bytes to read at most; -1 for all.
+        flags: further flags of `os.open`, as O_NOFOLLOW.
+
+    Raises:
+        OSError: the file cannot be read, or something else has its name: a
+            FIFO, which would wait for a writer, a device, which may never
+            end, a folder, a socket.
     """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
     try:
