@@ -3,6 +3,8 @@
 Only the standard library: it is loaded into any script, by witness.py.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re
@@ -11,6 +13,13 @@ import sys
 import time
 
 from . import proc
+
+TYPE_CHECKING = False  # without importing typing in each process
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+    from types import ModuleType
+    from typing import Any
 
 # Whichever is there: torchrun's name, Open MPI's, srun's, PMI's
 RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK",
@@ -23,14 +32,16 @@ LAUNCHERS = {"torchrun", "torch.distributed.run", "torch.distributed.launch",
              "deepspeed.launcher.runner"}
 
 
-def find_error():
-    """The error that ends the script; Python leaves it there, or None."""
+def find_error() -> BaseException | None:
+    """Return the error that ends the script, where Python leaves it."""
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 def read_message(error: BaseException, most: int = 9000) -> str:
-    """Its message, in Python's own words where it has none: the script's
-    function that makes it may fail.
+    """Return an error's message, at most so many characters of it.
+
+    Where the script's function that makes it fails, it is Python's own text
+    for that.
     """
     try:
         return str(error)[:most]
@@ -38,85 +49,124 @@ def read_message(error: BaseException, most: int = 9000) -> str:
         return "<exception str() failed>"
 
 
-def find_torch():
-    """torch.distributed, once this process has joined a group; else None."""
+def find_torch() -> ModuleType | None:
+    """Return the module torch.distributed, or None.
+
+    It is None until this process has joined a group.
+    """
     torch = sys.modules.get("torch.distributed")
     # while it is imported, and in a build without it, names are missing
     return torch if getattr(torch, "is_initialized", bool)() else None
 
 
-def find_rank():
-    """(rank, world size), None where the process does not know them yet."""
+def find_rank() -> tuple[int | None, int | None]:
+    """Return (rank, world size), None where they are not known yet."""
     torch = find_torch()
     if torch:
         return torch.get_rank(), torch.get_world_size()
     rank, size = read_rank(os.environ, read_command())
-    return (find_spawned() if rank is None else rank), size
+    if rank is None:
+        rank = find_spawned()
+    return rank, size
 
 
-def find_spawned():
-    """The number on its node that mp.spawn has given to this process."""
+def find_spawned() -> int | None:
+    """Return the local rank that mp.spawn has given to this process."""
     process = getattr(sys.modules.get("multiprocessing.process"),
                       "_current_process", None)  # while it is imported
     target = getattr(process, "_target", None)
-    return process._args[1] if getattr(target, "__module__", "") == (
-        "torch.multiprocessing.spawn") else None
+    if process is None or (getattr(target, "__module__", "")
+                           != "torch.multiprocessing.spawn"):
+        return None
+    rank: int = process._args[1]
+    return rank
 
 
-def read_rank(env, command):
-    """(rank, world size) as a process's launcher told it, None if none did.
+def read_rank(
+        env: Mapping[str, str],
+        command: Sequence[str]) -> tuple[int | None, int | None]:
+    """Return (rank, world size) as a launcher told them to a process.
 
-    env: the process's variables; command: its command line, a list. A launcher
-    itself may be the only process of srun or mpirun.
+    Both are None if none did, and of a launcher, which may itself be the only
+    process of srun or mpirun.
+
+    Args:
+        env: the process's environment variables.
+        command: its command line.
     """
-    if not is_launcher(command):
-        for names in RANKS:
-            rank, size = (env.get(name, "") for name in names)
-            if rank.isdigit() and size.isdigit() and (
-                    names[0] == "RANK" or int(size) > 1):
-                return int(rank), int(size)
+    if is_launcher(command):
+        return None, None
+    for rank_name, size_name in RANKS:
+        rank, size = env.get(rank_name, ""), env.get(size_name, "")
+        if rank.isdigit() and size.isdigit() and (
+                rank_name == "RANK" or int(size) > 1):
+            return int(rank), int(size)
     return None, None
 
 
-def read_command():
-    """This process's command line; sys.orig_argv is new in Python 3.10."""
+def read_command() -> list[str]:
+    """Return this process's command line."""
+    # new in Python 3.10
     return getattr(sys, "orig_argv", None) or proc.read_command("self")
 
 
-def is_launcher(command):
+def is_launcher(command: Sequence[str]) -> bool:
     """Whether Python runs a launcher, as its script or its module."""
     words = iter(command[1:])
     for word in words:
         module = re.fullmatch("-[a-zA-Z]*m(.*)", word)
-        if module or not word.startswith("-"):
-            name = (module[1] or next(words, "")) if module else word
+        if module:
+            name = module[1] or next(words, "")
             return os.path.basename(name) in LAUNCHERS
+        if not word.startswith("-"):
+            return os.path.basename(word) in LAUNCHERS
         if word in ("-W", "-X"):
             next(words, None)
     return False
 
 
-def keep_exits(folder):
-    """Write how its processes and it have ended, where this is a launcher.
+def keep_exits(folder: Path) -> None:
+    """Write how a launcher and its processes have ended, if this is one.
 
-    As the error says with which torchrun or mp.spawn ends: {pid: status},
-    negative for a signal, with what an error of mp.spawn quotes; "launcher":
-    the error that has none of a process, or the signal that it has got.
+    Nothing is written of any other process.
     """
-    error, now = find_error(), time.time()
-    exits = {failure.pid: {"rank": rank, "status": failure.exitcode,
-                           "time": failure.timestamp}
-             for rank, failure in getattr(error, "failures", {}).items()}
-    words = {"error": type(error).__name__, "message": read_message(error)}
-    if hasattr(error, "error_pid"):
-        status = getattr(error, "exit_code", None)
-        exits[error.error_pid] = ({} if status else words) | {
-            "rank": error.error_index, "status": status or 1, "time": now}
-    if error and not exits and is_launcher(read_command()):
-        exits["launcher"] = {"time": now, **words, "signal": (
-            signal.SIGINT if isinstance(error, KeyboardInterrupt)
-            else getattr(error, "sigval", None))}
+    exits = read_exits()
     if exits:
         name = f"{proc.name_process(os.environ)}.exits"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(exits))
+
+
+def read_exits() -> dict[int | str, dict[str, Any]]:
+    """Return how a launcher's processes and it have ended.
+
+    The error says so with which torchrun or mp.spawn ends.
+
+    Returns:
+        PID -> its rank, status, which is negative for a signal, and time in
+        seconds since 1970, with the message of the error if mp.spawn quotes
+        one. "launcher" -> the error that is about no process, or the signal
+        that it has got. Nothing if this is no launcher.
+    """
+    error, now = find_error(), time.time()
+    exits: dict[int | str, dict[str, Any]] = {}
+    if error is None:
+        return exits
+    for rank, failure in getattr(error, "failures", {}).items():
+        exits[failure.pid] = {"rank": rank, "status": failure.exitcode,
+                              "time": failure.timestamp}
+    quoted = {"error": type(error).__name__, "message": read_message(error)}
+    spawned: Any = error  # of mp.spawn, which has these attributes
+    if hasattr(spawned, "error_pid"):
+        status = getattr(spawned, "exit_code", None)
+        known = {} if status else quoted
+        exits[spawned.error_pid] = {
+            **known, "rank": spawned.error_index, "status": status or 1,
+            "time": now}
+    if not exits and is_launcher(read_command()):
+        interrupted = isinstance(error, KeyboardInterrupt)
+        exits["launcher"] = {
+            "time": now, **quoted, "signal": (
+                signal.SIGINT if interrupted
+                else getattr(error, "sigval", None))}
+    return exits
