@@ -3,6 +3,8 @@
 Only the standard library: it is loaded into any script, by witness.py.
 """
 
+from __future__ import annotations
+
 import fcntl
 import os
 from pathlib import Path
@@ -21,8 +23,8 @@ class OpenFile:
         self.number = open_high(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self.identity = self.identify()
 
-    def identify(self) -> "tuple[int, int]":
-        """Device and inode of what is open under the number now."""
+    def identify(self) -> tuple[int, int]:
+        """Return device and inode of what is open under the number now."""
         status = os.fstat(self.number)
         return status.st_dev, status.st_ino
 
@@ -48,8 +50,13 @@ class OpenFile:
 
 
 def open_high(path: Path, flags: int) -> int:
-    """Open a file under a number that no file of the script's gets: its first
-    file has the number 3, as without us.
+    """Open a file under a number that no file of the script's gets.
+
+    The script's first file has the number 3, as without us.
+
+    Args:
+        path: the file.
+        flags: those of `os.open`.
     """
     low = os.open(path, flags, 0o666)
     try:

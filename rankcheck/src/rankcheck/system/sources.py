@@ -14,10 +14,12 @@ import sys
 TYPE_CHECKING = False  # without importing typing in each process
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from dis import Instruction
     from types import FrameType
     from typing import Any
 
-    Frame = Sequence[Any]  # file, line, function
+    # File, line, function: a list if it was read from JSON
+    Frame = Sequence[Any]
     Stack = Sequence[Frame]  # outermost first
 
 SCRIPT, INSTALLED, LAUNCHER = "script", "installed", "launcher"
@@ -58,7 +60,11 @@ NO_COLLECTIVE = re.compile(r"^(os|select|signal)\.")  # os.wait
 
 
 def find_folders() -> dict[str, str]:
-    """Where this process has its packages from, to be recorded as JSON."""
+    """Return where this process has its packages from, to be recorded as JSON.
+
+    Returns:
+        One of the constants above, as TORCH -> a folder, or "".
+    """
     folders = {name: find_package(name) for name in (TORCH, MPI4PY)}
     folders[PYTHON] = os.path.dirname(os.__file__)
     # where `torchrun` and a package's own commands are
@@ -67,13 +73,13 @@ def find_folders() -> dict[str, str]:
 
 
 def find_package(name: str) -> str:
-    """The folder of an imported package; "" if it is not imported."""
+    """Return the folder of an imported package; "" if it is not imported."""
     file = getattr(sys.modules.get(name), "__file__", None)
     return os.path.dirname(file) if file else ""
 
 
 def find_callee(frame: FrameType) -> str | None:
-    """What a frame is calling: `time.sleep`, or an operation's name.
+    """Return what a frame is calling: `time.sleep`, or an operation's name.
 
     Returns None where Python does not tell the positions of instructions
     (before 3.11).
@@ -91,13 +97,22 @@ def find_callee(frame: FrameType) -> str | None:
     last = before[-1]
     if not last.opname.startswith("CALL"):
         return last.opname
-    begin = last.positions.lineno, last.positions.col_offset
+    begin = find_position(last)
+    if begin is None:
+        return None
     names = [
         str(step.argval) for step in before
         if step.opname.startswith("LOAD_") and step.opname != "LOAD_CONST"
-        and (step.positions.lineno, step.positions.col_offset) == begin
-        and isinstance(step.argval, str)]
+        and find_position(step) == begin and isinstance(step.argval, str)]
     return ".".join(names) or None
+
+
+def find_position(
+        step: Instruction) -> tuple[int | None, int | None] | None:
+    """Return the line and column where an instruction's source begins."""
+    if step.positions is None:
+        return None
+    return step.positions.lineno, step.positions.col_offset
 
 
 class Sources:
@@ -117,12 +132,13 @@ class Sources:
         self.known: dict[str, str] = {}
 
     def owner(self, file: str) -> str:
-        """One of the constants above."""
+        """Return whose a file is: one of the constants above, as SCRIPT."""
         if file not in self.known:
             self.known[file] = self.find_owner(file)
         return self.known[file]
 
     def find_owner(self, file: str) -> str:
+        """Find out what `owner` returns."""
         if NO_FILE.search(file):
             return GENERATED
         if file.endswith(".pyx"):  # compiled; without the folder it came from
@@ -153,7 +169,7 @@ class Sources:
         return SCRIPT
 
     def find_line(self, stack: Stack) -> Frame:
-        """[file, line, function] of the script's innermost line in a stack.
+        """Return the script's innermost frame in a stack.
 
         Without one, of an installed package, as where that is what was
         started; then of a launcher.
@@ -165,7 +181,7 @@ class Sources:
         return (stack or [["?", 0, "?"]])[-1]
 
     def find_innermost(self, stack: Stack) -> Frame | None:
-        """The innermost frame, but for the one that dispatches torch's
+        """Return the innermost frame, but for the one that dispatches torch's
         operators; None without any.
         """
         for frame in reversed(stack):
@@ -174,7 +190,9 @@ class Sources:
         return None
 
     def path_in_torch(self, file: str) -> str:
-        """A file's path in torch's folder, as distributed/utils.py, or ""."""
+        """Return a file's path in torch's folder, as distributed/utils.py; ""
+        if it is not in there.
+        """
         if self.owner(file) != TORCH:
             return ""
         if TORCH in self.folders:
@@ -182,15 +200,17 @@ class Sources:
         return f"/{file}".rpartition("/torch/")[2]
 
     def find_wait(self, stack: Stack) -> str:
-        """The function of torch.distributed in which a stack waits for other
-        ranks; "" if it does not end in one.
+        """Return the function of torch.distributed in which a stack waits for
+        other ranks; "" if it does not end in one.
 
         A module of torch.distributed that is being loaded does not count.
         """
         innermost = self.find_innermost(stack)
         if innermost is None:
             return ""
-        path, name = self.path_in_torch(innermost[0]), innermost[2]
+        path = self.path_in_torch(innermost[0])
+        name: str = innermost[2]
+        function: str
         if not path.startswith("distributed/") or name == "<module>" or (
                 NOT_WAITING.search(path)):
             return ""
@@ -230,6 +250,7 @@ class Sources:
         return False
 
     def is_distributed(self, file: str) -> bool:
+        """Whether a file is of torch.distributed, without its launcher."""
         path = self.path_in_torch(file)
         return path.startswith("distributed/") and not ELASTIC.search(path)
 

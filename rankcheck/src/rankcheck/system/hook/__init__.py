@@ -13,10 +13,13 @@ HOOK = Path(__file__).resolve().parent
 
 
 def with_hook(env: Mapping[str, str]) -> str:
-    """A PYTHONPATH by which every Python imports the hook.
+    """Return a PYTHONPATH by which every Python imports the hook.
 
     All else in it stays as it is. To Python an empty entry is the working
     directory, but an empty variable is none at all.
+
+    Args:
+        env: the environment variables whose PYTHONPATH is extended.
     """
     given = env.get("PYTHONPATH", "")
     entries = given.split(os.pathsep) if given else []
