@@ -16,7 +16,7 @@ COMMANDS = {
             "hangs, has ended or is slow: which rank, and which line.")}
 
 
-def main():
+def main() -> None:
     """Exit with 0 if nothing is wrong, 1 if something is, else with 2."""
     try:
         if sys.argv[1:] == ["--version"]:
