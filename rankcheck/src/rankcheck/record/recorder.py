@@ -14,22 +14,34 @@ the tests choose theirs. A rank leaves in a folder, if one is named,
         joined      whether it is still in a process group
 """
 
+from __future__ import annotations
+
 import functools
 import json
 import os
 import sys
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from inspect import CO_NESTED
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed as dist
+from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
+if TYPE_CHECKING:
+    from torch.utils.data import DistributedSampler
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
+
 HERE = f"{Path(__file__).parent}/"
-PROBES = set()  # other files, whose functions stand in the place of PyTorch's
+# Other files, whose functions stand in the place of PyTorch's
+PROBES: set[str] = set()
 AROUND = "__call__", "_wrapped_call_impl", "_call_impl"  # the call is inside
 SAVE = torch.save  # a probe may put another in its place
 
@@ -52,44 +64,86 @@ class Log:
         end        the process ends
     """
 
-    def __init__(self, folder, rank):
-        self.folder, self.rank = folder and str(folder), rank
-        self.script, self.owner = sys.argv[0], os.getpid()
-        self.seen, self.updates, self.ended = {"asked": []}, 0, False
-        self.begun = False  # whether updates of optimizers count
-        self.names, self.parameters = {}, {}  # by their id
-        self.row = self.now = SimpleNamespace()  # of the update to come
-        self.listeners = defaultdict(list)
-        self.lines, self.counter = (
-            os.open(f"{folder}/{rank}.{kind}",
-                    os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            for kind in ("jsonl", "updates")) if folder else (None, None)
+    def __init__(self, folder: str | os.PathLike[str] | None,
+                 rank: int) -> None:
+        """Begin the record of this process.
 
-    def on(self, event, function):
+        Args:
+            folder: where it is written; None for nowhere.
+            rank: of this process.
+        """
+        self.folder = str(folder) if folder else None
+        self.rank = rank
+        self.script, self.owner = sys.argv[0], os.getpid()
+        self.seen: dict[str, Any] = {"asked": []}
+        self.updates, self.ended = 0, False
+        self.begun = False  # whether updates of optimizers count
+        self.calls = 0  # of optimizers that have not left their update out
+        # By the id of what is named, or that belongs to it: of parameters
+        self.names: dict[int, str] = {}
+        self.parameters: dict[int, torch.Tensor] = {}
+        # gradients as this rank alone has computed them; what all backward
+        # passes of an update have computed, added up; the same, each times
+        # the number of its targets
+        self.local: dict[int, torch.Tensor] = {}
+        self.sums: dict[int, torch.Tensor] = {}
+        self.weighed: dict[int, torch.Tensor] = {}
+        self.scale = 1.0  # of the last backward pass
+        self.modules: dict[int, torch.nn.Module] = {}
+        self.drawn: Counter[int] = Counter()  # indices, of samplers
+        # Whether set_epoch came before the sampler's start
+        self.told: dict[DistributedSampler[Any], bool] = {}
+        # Of the update to come: what is recorded, and what else is known of
+        # it. In verify a `Row` and `Notes`; the check has classes of its own
+        self.row: Any = SimpleNamespace()
+        self.now: Any = self.row
+        self.listeners: defaultdict[str, list[Callable[..., object]]] = (
+            defaultdict(list))
+        self.lines = self.open_file("jsonl")
+        self.counter = self.open_file("updates")
+
+    def open_file(self, kind: str) -> int | None:
+        """Open a file of the record that lasts; None if there is no folder."""
+        if self.folder is None:
+            return None
+        return os.open(f"{self.folder}/{self.rank}.{kind}",
+                       os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def on(self, event: str, function: Callable[..., object]) -> None:
+        """Call a function whenever a probe tells of this event."""
         self.listeners[event].append(function)
 
-    def tell(self, event, *about):
+    def tell(self, event: str, *about: Any) -> None:
+        """Tell of an event to those that wait for it."""
         for function in self.listeners[event]:
             function(*about)
 
-    def asked(self, what, value):
+    def asked(self, what: str, value: Any) -> None:
+        """Note that the script asked for something."""
         self.seen["asked"].append((what, value))
 
     @property
-    def here(self):
+    def here(self) -> bool:
         """Whether this is the rank's own process, and no worker of it."""
         return os.getpid() == self.owner
 
-    def say(self, **event):
+    def say(self, **event: Any) -> None:
         """Write a line of the record that lasts."""
-        if self.here and self.folder:
-            os.write(self.lines, json.dumps(event).encode() + b"\n")
-            if "call" not in event:
-                os.write(self.counter, b".")
+        if self.lines is None or self.counter is None or not self.here:
+            return
+        os.write(self.lines, json.dumps(event).encode() + b"\n")
+        if "call" not in event:
+            os.write(self.counter, b".")
 
-    def place(self):
-        """(line, its function, what it calls) here, the innermost first."""
-        frame, lines, called = sys._getframe(1), [], ""
+    def place(self) -> list[tuple[int, str, str]]:
+        """Return the lines of the script that lead here, the innermost first.
+
+        Returns:
+            For each: its number, its function, and what it calls, as far as
+            that has a name.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        lines, called = [], ""
         while frame:
             code = frame.f_code
             own = code.co_filename == self.script
@@ -102,7 +156,8 @@ class Log:
             frame = frame.f_back
         return lines
 
-    def finish(self):
+    def finish(self) -> None:
+        """Tell of the end, once, and write what the probes have seen."""
         if self.ended:
             return
         self.ended = True
@@ -118,9 +173,15 @@ class Log:
             os.write(2, f"rankcheck could not write: {error}\n".encode())
 
 
-def replace(owner, *names):
-    """Replace functions by the decorated one, which gets the old one first."""
-    def put(visible):
+def replace(owner: object,
+            *names: str) -> Callable[[Function], Function]:
+    """Replace functions by the decorated one, which gets the old one first.
+
+    Args:
+        owner: a module, a class or an object.
+        names: of the functions in it.
+    """
+    def put(visible: Function) -> Function:
         PROBES.add(visible.__code__.co_filename)
         for name in names:
             setattr(owner, name, around(getattr(owner, name), visible))
@@ -129,27 +190,37 @@ def replace(owner, *names):
     return put
 
 
-def note(log, owner, name, what=""):
+def assign(owner: object, **values: Any) -> None:
+    """Replace attributes of an owner; nothing calls the old ones again."""
+    for name, value in values.items():
+        setattr(owner, name, value)
+
+
+def note(log: Log, owner: object, name: str, what: str = "") -> None:
     """Note that a function of the owner's is called, as `what` or its name."""
     @replace(owner, name)
-    def noted(function, *args, **kwargs):
+    def noted(function: Callable[..., Result], *args: Any,
+              **kwargs: Any) -> Result:
         log.asked(what or name, None)
         return function(*args, **kwargs)
 
 
-def around(function, visible):
+def around(function: Callable[..., Any],
+           visible: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls `visible`, and looks like the function itself."""
     @functools.wraps(function)
-    def replaced(*args, **kwargs):
+    def replaced(*args: Any, **kwargs: Any) -> Any:
         return visible(original, *args, **kwargs)
 
     @functools.wraps(function)
-    def original(*args, **kwargs):
+    def original(*args: Any, **kwargs: Any) -> Any:
         return pass_on(function, *args, **kwargs)
 
     return replaced
 
 
-def pass_on(function, *args, **kwargs):
+def pass_on(function: Callable[..., Result], *args: Any,
+            **kwargs: Any) -> Result:
     """Call a function of torch's or the script's, whose errors are theirs."""
     return function(*args, **kwargs)
 
@@ -167,14 +238,24 @@ def is_own(error: BaseException) -> bool:
 class Updates:
     """Tells when an optimizer has its gradients, and when it has updated."""
 
-    def __call__(self, log):
-        self.log, self.depth = log, 0
-        log.calls = 0  # of optimizers that have not left their update out
+    log: Log
+    depth = 0  # of steps within a step: an optimizer may have another in it
+    counts = False  # whether the outermost one is an update
+
+    def __call__(self, log: Log) -> None:
+        self.log = log
         optimizers.register_optimizer_step_pre_hook(self.before)
         optimizers.register_optimizer_step_post_hook(self.after)
 
-    def before(self, optimizer, args, kwargs):
-        self.depth += 1  # an optimizer may have another in it
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...],
+               kwargs: dict[str, Any],
+               ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Tell of the gradients, or have the step's closure tell of them.
+
+        Returns:
+            The arguments of `step` with such a closure; None if they stay.
+        """
+        self.depth += 1
         # a fused one leaves the update out itself, if a GradScaler says so
         skips = getattr(optimizer, "found_inf", None)
         self.log.calls += not skips
@@ -188,14 +269,16 @@ class Updates:
             self.log.tell("gradients", optimizer)
             return None
 
-        def visible_closure():  # Lightning's: it computes the gradients
+        def visible_closure() -> Any:  # Lightning's: it computes the gradients
             loss = pass_on(closure)
             self.log.tell("gradients", optimizer)
             return loss
 
         return args[:1], {"closure": visible_closure}
 
-    def after(self, optimizer, args, kwargs):
+    def after(self, optimizer: Optimizer, args: tuple[Any, ...],
+              kwargs: dict[str, Any]) -> None:
+        """Tell that the optimizer has updated."""
         self.depth -= 1
         if not self.depth and self.counts:
             self.log.updates += 1
@@ -203,9 +286,12 @@ class Updates:
             self.log.tell("updated", optimizer)
 
 
-def makes_state():
-    """Whether PyTorch initialises an optimizer's state with zero gradients."""
-    frame = sys._getframe(2)
+def makes_state() -> bool:
+    """Whether PyTorch initialises an optimizer's state with zero gradients.
+
+    To be called by the hook of a step.
+    """
+    frame: FrameType | None = sys._getframe(2)
     while frame and frame.f_code.co_name != "_init_optim_state":
         frame = frame.f_back
     return frame is not None
