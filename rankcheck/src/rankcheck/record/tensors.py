@@ -4,7 +4,17 @@ A rank describes what it has of each tensor without asking another rank: a
 script that is wrong must not hang in who watches it.
 """
 
+from __future__ import annotations
+
+from collections.abc import (
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
+from typing import Any, NamedTuple, TypedDict, overload
 
 import torch
 
@@ -14,16 +24,46 @@ WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.",
 LARGEST = 8192  # elements of a tensor that are kept by `thin`
 
 
-def describe(named):
-    """What this rank has of tensors, pairs of a name and a tensor or None.
+class LocalShard(TypedDict):
+    """What a rank has of a DTensor."""
 
-    A dictionary for `torch.save`: `plain`, the name and shape of each tensor
-    that is whole on this rank, their elements in one vector, `flat`; and
-    `sharded`, name -> part, mesh, placements and shape of the others.
+    part: torch.Tensor  # float32, on the CPU
+    mesh: torch.Tensor  # the ranks of its device mesh
+    # for each dimension of the mesh, as ("Shard", 0) or ("Replicate", None)
+    placements: list[tuple[str, int | None]]
+    shape: tuple[int, ...]  # of the whole tensor
+
+
+class LocalTensors(TypedDict):
+    """What a rank has of a model's tensors: a dictionary for `torch.save`."""
+
+    plain: list[tuple[str, tuple[int, ...]]]  # name and shape of whole ones
+    sharded: dict[str, LocalShard]  # the others, by name
+    flat: torch.Tensor  # the elements of the whole ones, in one vector
+
+
+class Piece(NamedTuple):
+    """Elements of a tensor that a rank has."""
+
+    name: str
+    shape: torch.Size  # of the whole tensor
+    elements: torch.Tensor  # one dimension
+    at: slice | torch.Tensor  # where they are in the whole tensor, flattened
+
+
+def describe(
+        named: Iterable[tuple[str, torch.Tensor | None]]) -> LocalTensors:
+    """Return what this rank has of tensors, as float32 on the CPU.
+
+    Args:
+        named: names, as a model's wrappers lengthen them, and tensors. None
+            stands for a tensor that there is not.
     """
     from torch.distributed.tensor import DTensor
 
-    plain, flat, sharded = [], [], {}
+    plain: list[tuple[str, tuple[int, ...]]] = []
+    flat: list[torch.Tensor] = []
+    sharded: dict[str, LocalShard] = {}
     for name, tensor in named:
         if tensor is None:
             continue
@@ -41,23 +81,37 @@ def describe(named):
             "flat": torch.cat(flat) if flat else torch.zeros(0)}
 
 
-def thin(tensor):
-    """A copy of a tensor: of a large one some elements and its sum, which are
-    linear: they can be averaged over ranks.
+@overload
+def thin(tensor: torch.Tensor) -> torch.Tensor: ...
+
+
+@overload
+def thin(tensor: None) -> None: ...
+
+
+def thin(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a copy of a tensor, of a large one less than all.
+
+    These are some elements and the sum, in one vector. They are linear: they
+    can be averaged over ranks. A DTensor is copied as it is.
     """
     from torch.distributed.tensor import DTensor
 
-    if tensor is None or isinstance(tensor, DTensor):
-        return tensor if tensor is None else tensor.detach().clone()
+    if tensor is None:
+        return None
     tensor = tensor.detach()
-    tensor = (tensor.to_dense() if tensor.is_sparse else tensor).flatten()
+    if isinstance(tensor, DTensor):
+        return tensor.clone()
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    tensor = tensor.flatten()
     if len(tensor) <= LARGEST:
         return tensor.cpu().clone()
     some = tensor[::-(-len(tensor) // LARGEST)].float()
     return torch.cat([some, tensor.float().sum()[None]]).cpu()
 
 
-def unwrap(value: object) -> object:
+def unwrap(value: Any) -> Any:
     """Return the tensor in whose place a transform of torch.func has put
     another, and anything else as it is.
     """
@@ -67,12 +121,13 @@ def unwrap(value: object) -> object:
     return value
 
 
-def is_low(tensor):
+def is_low(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is in half precision."""
     return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
-def plain_name(name):
-    """A parameter's name in the model as it is taught."""
+def plain_name(name: str) -> str:
+    """Return a parameter's name in the model without torch's wrappers."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -82,44 +137,59 @@ def plain_name(name):
 class Whole:
     """Tensors by name, put together from the parts of all ranks."""
 
-    tensors: dict
-    holes: list  # names of tensors with a part that no rank has
-    differing: dict  # rank -> the largest difference from a rank before it
-    apart: set  # names of tensors whose copies differ
+    tensors: dict[str, torch.Tensor]
+    holes: list[str]  # names of tensors with a part that no rank has
+    # rank -> the largest difference from a rank before it
+    differing: dict[int, float]
+    apart: set[str]  # names of tensors whose copies differ
 
-    def error(self, other):
-        """How far off the other it is as one vector, relatively."""
+    def error(self, other: Whole) -> float:
+        """Return the relative error of these, the other ones being right."""
         return relative_error(self.tensors, other.tensors)
 
 
-def length(tensors):
-    """Of all of them as one vector, as far as they are finite."""
-    return sum(tensor[tensor.isfinite()].square().sum().item()
-               for tensor in tensors.values()) ** 0.5
+def length(tensors: Mapping[str, torch.Tensor]) -> float:
+    """Return the length of tensors as one vector, without what is not finite.
+    """
+    squares = sum(tensor[tensor.isfinite()].square().sum().item()
+                  for tensor in tensors.values())
+    return float(squares ** 0.5)
 
 
-def relative_error(mine, good):
-    """Of tensors by name, as one vector; nan where only one of them is."""
-    off = sum(difference(mine.get(name, torch.zeros(())), tensor
-                         ).square().sum().item()
-              for name, tensor in good.items()) ** 0.5
-    return off / max(length(good), 1e-30)
+def relative_error(mine: Mapping[str, torch.Tensor],
+                   good: Mapping[str, torch.Tensor]) -> float:
+    """Return the relative error of tensors by name, as one vector.
+
+    Only the names in `good` count. It is nan where only one of them is.
+    """
+    missing = torch.zeros(())
+    squares = sum(
+        difference(mine.get(name, missing), tensor).square().sum().item()
+        for name, tensor in good.items())
+    return float(squares ** 0.5) / max(length(good), 1e-30)
 
 
-def difference(a, b):
-    """a - b, but 0 where both are the same infinity, or both nan."""
+def difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a - b, but 0 where both are the same infinity, or both nan."""
     return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b)
 
 
-def assemble(ranks, same=None):
-    """The `Whole` of what `describe` gave on each rank, a list.
+def assemble(ranks: Iterable[LocalTensors],
+             same: Mapping[str, str] | None = None) -> Whole:
+    """Put tensors together from what `describe` returned on each rank.
 
-    same: name -> another name of the same tensor, by which it is known.
+    Args:
+        ranks: what each rank has, in the order of their ranks.
+        same: name -> another name of the same tensor, by which it is known.
     """
-    tensors, filled, differing, apart = {}, {}, {}, set()
+    tensors: dict[str, torch.Tensor] = {}
+    filled: dict[str, torch.Tensor] = {}
+    differing: dict[int, float] = {}
+    apart: set[str] = set()
+    names = same or {}
     for rank, state in enumerate(ranks):
         for name, shape, part, at in pieces(state, rank):
-            name = (same or {}).get(name, name)
+            name = names.get(name, name)
             if name not in tensors:
                 tensors[name] = torch.zeros(shape)
                 filled[name] = torch.zeros(shape, dtype=torch.bool)
@@ -131,49 +201,57 @@ def assemble(ranks, same=None):
             off = difference(values[at], part)[again]
             if off.any():
                 apart.add(name)
-                differing[rank] = max(differing.get(rank, 0.0),
-                    off.abs().nan_to_num(torch.inf).max().item())
+                largest = off.abs().nan_to_num(torch.inf).max().item()
+                differing[rank] = max(differing.get(rank, 0.0), largest)
             values[at] = torch.where(again, values[at], part)
             done[at] = True
     holes = [name for name, mask in filled.items() if not mask.all()]
     return Whole(tensors, holes, differing, apart)
 
 
-def put_together(updates, what):
-    """The `Whole` of what the ranks that have it recorded of an update."""
+def put_together(updates: Iterable[Mapping[str, Any]], what: str) -> Whole:
+    """Put together what the ranks that have it recorded of an update.
+
+    Args:
+        updates: of each rank, an update as rows.py records it.
+        what: the key of what `describe` returned, as "gradients".
+    """
     return assemble([update[what] for update in updates if what in update])
 
 
-def without(state, names):
-    """The same, but these tensors, which are whole on a rank."""
-    return describe((name, part) for name, part in whole_here(state).items()
-                    if name not in names) | {"sharded": state["sharded"]}
+def without(state: LocalTensors, names: Collection[str]) -> LocalTensors:
+    """Return the same, but these tensors, which are whole on a rank."""
+    others = describe((name, part) for name, part in whole_here(state).items()
+                      if name not in names)
+    return {"plain": others["plain"], "sharded": state["sharded"],
+            "flat": others["flat"]}
 
 
-def pieces(state, rank):
-    """(name, the tensor's shape, elements, where they are) of a rank."""
+def pieces(state: LocalTensors, rank: int) -> Iterator[Piece]:
+    """Yield what a rank has of each tensor."""
     for name, part in whole_here(state).items():
-        yield name, part.shape, part.flatten(), slice(None)
+        yield Piece(name, part.shape, part.flatten(), slice(None))
     for name, entry in state["sharded"].items():
-        yield (name, torch.Size(entry["shape"]), entry["part"].flatten(),
-               elements(entry, rank))
+        yield Piece(name, torch.Size(entry["shape"]), entry["part"].flatten(),
+                    elements(entry, rank))
 
 
-def whole_here(state):
-    """The tensors that are whole on this rank, by name."""
-    parts = torch.split(state["flat"], [
-        torch.Size(shape).numel() for _, shape in state["plain"]])
+def whole_here(state: LocalTensors) -> dict[str, torch.Tensor]:
+    """Return the tensors that are whole on this rank, by name."""
+    sizes = [torch.Size(shape).numel() for _, shape in state["plain"]]
+    parts: Sequence[torch.Tensor] = torch.split(state["flat"], sizes)
     return {name: part.view(shape) for (name, shape), part
             in zip(state["plain"], parts, strict=True)}
 
 
-def names(state):
-    """The names that a rank has something of."""
+def names(state: LocalTensors) -> set[str]:
+    """Return the names of the tensors that a rank has something of."""
     return {name for name, _ in state["plain"]} | state["sharded"].keys()
 
 
-def elements(entry, rank):
-    """The flat indices of the whole tensor's elements that a rank has."""
+def elements(entry: LocalShard, rank: int) -> torch.Tensor:
+    """Return the flat indices of the whole tensor's elements that a rank has.
+    """
     shape, mesh = entry["shape"], entry["mesh"]
     index = torch.arange(torch.Size(shape).numel()).view(shape)
     places = (mesh == rank).nonzero()[0].tolist()
@@ -181,8 +259,11 @@ def elements(entry, rank):
     if any(kind == "_StridedShard" for (kind, _), *_ in splits):
         splits.reverse()  # FSDP has sharded what was sharded before
     for (kind, dim), count, place in splits:
-        if kind in ("Shard", "_StridedShard"):
-            parts = index.chunk(count, dim)
-            index = parts[place] if place < len(parts) else (
-                index.narrow(dim, 0, 0))
+        if kind not in ("Shard", "_StridedShard") or dim is None:
+            continue
+        parts = index.chunk(count, dim)
+        if place < len(parts):
+            index = parts[place]
+        else:
+            index = index.narrow(dim, 0, 0)
     return index.flatten()
