@@ -1,25 +1,36 @@
 """What a process sends to others, as PyTorch's operators and MPI show it."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import threading
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from rankcheck.record.recorder import pass_on
+from rankcheck.record.recorder import Log, pass_on
 
 NO_MESSAGES = ("wait_tensor", "wrap_tensor_autograd", "check_for_nan",
                "monitored_barrier")  # a BackendSelect kernel is there
 
+Group = tuple[str, list[int]]  # the name of a process group, its ranks
+# note(name, tensors, function, args): see `Collectives`
+Note = Callable[
+    [str, list[torch.Tensor], Callable[..., Any], Sequence[Any]], object]
 
-def messages(log):
-    def say(name, elements, group=None):
+
+def messages(log: Log) -> None:
+    """Record each collective, and what MPI sends."""
+    def say(name: str, elements: int, group: Group | None = None) -> None:
         log.say(call=name, elements=elements, lines=log.place()[:6],
                 update=log.updates, group=group)
 
-    def note(name, tensors, function, args):
+    def note(name: str, tensors: list[torch.Tensor],
+             function: Callable[..., Any], args: Sequence[Any]) -> None:
         group = group_of(args)
         say(name, sum(tensor.numel() for tensor in tensors), group)
         log.tell("message", name, tensors, group)
@@ -28,9 +39,11 @@ def messages(log):
     log.on("call", say)
 
 
-def group_of(args):
-    """(name, ranks) of the group among a collective's arguments, or None."""
-    find = dist.distributed_c10d._resolve_process_group
+def group_of(args: Sequence[Any]) -> Group | None:
+    """Return the group among a collective's arguments, if there is one."""
+    find: Any = (
+        dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]  # private
+    )
     for arg in args:
         with contextlib.suppress(TypeError, RuntimeError, ValueError):
             # a name, of a functional collective, or the group itself
@@ -49,24 +62,34 @@ class Collectives:
     communication hook some scripts hang at their end.
     """
 
-    notes, libraries = [], []  # of all; an operator has one such kernel
+    # of all; an operator has one such kernel
+    notes: ClassVar[list[Note]] = []
+    libraries: ClassVar[list[torch.library.Library]] = []
     inside = threading.local()
 
-    def __init__(self, note):
+    def __init__(self, note: Note) -> None:
         self.note = note
 
-    def __enter__(self):
-        self.libraries[:] = self.libraries or map(
-            stand_before, ("c10d", "_c10d_functional"))
+    def __enter__(self) -> Collectives:
+        if not self.libraries:
+            self.libraries.extend(
+                map(stand_before, ("c10d", "_c10d_functional")))
         self.notes.append(self.note)
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.notes.remove(self.note)
 
 
-def stand_before(space):
-    """Have `call` called in the place of these operators: their library."""
+def stand_before(space: str) -> torch.library.Library:
+    """Have `call` called in the place of these operators.
+
+    Args:
+        space: the namespace of the operators.
+
+    Returns:
+        The library that does it, for as long as it is kept.
+    """
     library = torch.library.Library(space, "IMPL")
     for full in torch._C._dispatch_get_all_op_names():
         name = full.removeprefix(f"{space}::")
@@ -77,14 +100,17 @@ def stand_before(space):
     return library
 
 
-def call(function, keys, *args, **kwargs):
+def call(function: torch._ops.OpOverload, keys: torch._C.DispatchKeySet,
+         *args: Any, **kwargs: Any) -> Any:
+    """Note a collective, and call it."""
     keys = keys.remove(torch._C.DispatchKey.BackendSelect)
     inside = Collectives.inside
     if getattr(inside, "another", False):
         return pass_on(function.redispatch, keys, *args, **kwargs)
     name = function._schema.name.split("::")[1].strip("_")
-    base = name.endswith("_base")  # (output, input, ...)
-    tensors = [one for one in tree_leaves(args[int(base)])
+    is_base = name.endswith("_base")  # (output, input, ...)
+    given = args[1] if is_base else args[0]
+    tensors = [one for one in tree_leaves(given)
                if isinstance(one, torch.Tensor)]
     inside.another = True
     try:

@@ -11,26 +11,74 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.algorithms.join import Join
+from torch.optim import Optimizer
 from torch.utils.data._utils import signal_handling
 
 import rankcheck.record.tensors as parts
-from rankcheck.record.recorder import replace
-from rankcheck.record.tensors import is_low, thin
+from rankcheck.record.collectives import Group
+from rankcheck.record.recorder import Log, assign, replace
+from rankcheck.record.tensors import LocalTensors, is_low, thin
 
 MUCH = 1_000_000  # elements of a message that is not looked into
+# Of what a model is given: of its rows, and of its columns
+Hashes = list[list[str]]
+
+
+@dataclass
+class Row:
+    """What led to an update, as it is recorded: a dictionary in the record."""
+
+    rows: list[str] = field(default_factory=list)  # hashes of samples
+    columns: list[str] = field(default_factory=list)  # where those are columns
+    losses: list[float] = field(default_factory=list)  # of backward passes
+    wrapped: int = 0  # forward passes of a DistributedDataParallel
+    reduced: float = 0  # elements that were reduced; see `Reduction`
+    bytes: int = 0  # of reductions
+    calls: int = 0  # reductions
+    late: float = 0  # elements that were reduced after clipping
+    # of each backward pass, how many targets, or else samples, it had
+    counts: list[int] = field(default_factory=list)
+    targets: bool = False  # whether these are targets
+    mixed: bool = False  # whether samples are gathered from all ranks
+
+
+@dataclass
+class Notes:
+    """What else is known of the update to come, and is not recorded."""
+
+    # forward passes whose backward pass has not begun
+    pending: list[Hashes] = field(default_factory=list)
+    stream: int | None = None  # id of the module that is given the samples
+    # gradients before they were clipped, by their parameter's id
+    unclipped: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    scaled: bool = False  # whether the gradients are those of a scaled loss
+    targets: int = 0  # of the forward passes since the last backward pass
+    received: list[torch.Tensor] = field(default_factory=list)  # messages
+    early: list[Reduction] = field(default_factory=list)  # before backward()
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A collective that reduces."""
+
+    # those of its tensors, times the group's share in a reduction over all
+    # ranks: one among nodes and one in each of them are one
+    elements: float
+    size: int  # bytes
+    late: bool  # whether gradients were clipped before it
 
 
 @dataclass
 class PutAside:
     """What led to gradients that were thrown away; see `begin_update`."""
 
-    row: SimpleNamespace
+    row: Row
     sums: dict[int, torch.Tensor]
     weighed: dict[int, torch.Tensor]
 
@@ -38,23 +86,32 @@ class PutAside:
         """Add what led to others, later."""
         for name, value in vars(other.row).items():
             setattr(self.row, name, getattr(self.row, name) + value)
-        for mine, its in (self.sums, other.sums), (self.weighed,
-                                                   other.weighed):
-            for key, part in its.items():
-                mine[key] = mine.get(key, 0) + part
+        add_parts(self.sums, other.sums)
+        add_parts(self.weighed, other.weighed)
+
+
+def add_parts(total: dict[int, torch.Tensor],
+              others: Mapping[int, torch.Tensor]) -> None:
+    """Add tensors to those of the same key."""
+    for key, part in others.items():
+        total[key] = total.get(key, 0) + part
 
 
 class Rows:
-    """A row of what led to each update, and the end of the process.
+    """A row of what led to each update, and the end of the process."""
 
-    size: the number of processes. steps: after so many updates of the first
-    optimizer the process ends. kind: "still" if nothing is to be updated, so
-    that all gradients are those of the first weights; "saved" if it ends as
-    soon as each optimizer has its gradients for the first update after
-    torch.save(); "resumed" if it goes on from there.
-    """
+    def __init__(self, log: Log, size: int, steps: int, kind: str) -> None:
+        """Watch a process.
 
-    def __init__(self, log, size, steps, kind):
+        Args:
+            log: its record.
+            size: the number of processes.
+            steps: after so many updates of the first optimizer it ends.
+            kind: "still" if nothing is to be updated, so that all gradients
+                are those of the first weights; "saved" if it ends as soon as
+                each optimizer has its gradients for the first update after
+                torch.save(); "resumed" if it goes on from there; or "".
+        """
         self.log, self.seen = log, log.seen
         self.size, self.steps, self.kind = size, steps, kind
         # forked ranks would share the generators' state; Python's own is
@@ -65,14 +122,12 @@ class Rows:
         self.seen |= {"updates": [], "shapes": {}, "saved": None,
                       "skipped": [], "discarded": []}
         log.begun = True  # updates count without a module, too
-        self.made = Counter()  # of each optimizer, by its number
-        self.optimizers = {}  # id -> (number, the optimizer: its id stays)
+        self.made: Counter[int] = Counter()  # of each optimizer's number
+        # id -> (number, the optimizer: its id stays)
+        self.optimizers: dict[int, tuple[int, Optimizer]] = {}
         self.recorded = False
-        self.since = set()  # optimizers with gradients since it has saved
-        log.scale = 1.0  # of the last backward pass
-        log.drawn = Counter()  # indices of a DistributedSampler, by its id
-        log.told = {}  # sampler -> whether set_epoch came before its start
-        log.local = {}  # gradients as this rank alone has computed them
+        self.since: set[int] = set()  # with gradients since it has saved
+        self.weights: dict[str, torch.Tensor] = {}  # of the last update
         self.put_aside: list[PutAside] = []  # since the last update
         self.begin_update()
         log.on("gradients", self.on_gradients)
@@ -82,7 +137,7 @@ class Rows:
         log.on("message", self.on_message)
 
         @replace(Join, "__exit__")
-        def join(join, *args):
+        def join(join: Callable[..., Any], *args: Any) -> Any:
             log.asked("join", None)
             joined = threading.Event()
             threading.Thread(target=self.leave_with_others, args=[joined],
@@ -92,18 +147,10 @@ class Rows:
             finally:
                 joined.set()
 
-    def begin_update(self):
-        """row: what is recorded. now: what else belongs to this update. sums:
-        what all backward passes have computed, added up; weighed: the same,
-        each times the number of its targets.
-        """
+    def begin_update(self) -> None:
+        """Forget what led to the last update."""
         self.log.sums, self.log.weighed = {}, {}
-        self.log.row = SimpleNamespace(
-            rows=[], columns=[], losses=[], wrapped=0, reduced=0, bytes=0,
-            calls=0, late=0, counts=[], targets=False, mixed=False)
-        self.log.now = SimpleNamespace(
-            pending=[], stream=None, unclipped={}, scaled=False, targets=0,
-            received=[], early=[])
+        self.log.row, self.log.now = Row(), Notes()
 
     def on_zeroed(self, weights: list[torch.Tensor]) -> None:
         """Put aside what led to gradients that are thrown away.
@@ -142,34 +189,45 @@ class Rows:
         vars(log.row).update(vars(first.row))
         log.sums, log.weighed = first.sums, first.weighed
 
-    def on_message(self, name, tensors, group=None):
-        row, now = self.log.row, self.log.now
+    def on_message(self, name: str, tensors: list[torch.Tensor],
+                   group: Group | None = None) -> None:
+        """Note what a collective says of the update to come."""
+        row: Row = self.log.row
+        now: Notes = self.log.now
         self.seen["low"] |= any(map(is_low, tensors))  # mixed, or compressed
         row.mixed |= "gather" in name and bool(now.pending)
         if name.startswith("recv"):
             now.received += tensors  # kept: so is where they are
-        # one among nodes and one in each of them are one among all ranks
-        share = math.log(len(group[1]), self.size) if group and (
-            self.size > 1) else 1
-        if "reduce" in name and share:
-            message = (sum(tensor.numel() for tensor in tensors) * share, sum(
-                part.nbytes for tensor in tensors for part in (
-                    [tensor._indices(), tensor._values()] if tensor.is_sparse
-                    else [tensor])), bool(now.unclipped))
-            if self.recorded or any(map(self.carries_gradient, tensors)):
-                self.count(*message)
-            elif not self.log.sums:  # before backward(), if there is one
-                now.early.append(message)
+        share = self.find_share(group)
+        if "reduce" not in name or not share:
+            return
+        reduction = Reduction(
+            sum(tensor.numel() for tensor in tensors) * share,
+            sum(map(count_bytes, tensors)), bool(now.unclipped))
+        if self.recorded or any(map(self.carries_gradient, tensors)):
+            self.count(reduction)
+        elif not self.log.sums:  # before backward(), if there is one
+            now.early.append(reduction)
 
-    def count(self, elements, size, late):
-        """Note a reduction of gradients. size: bytes. late: after clipping."""
-        row = self.log.row
+    def find_share(self, group: Group | None) -> float:
+        """Return which part of a reduction over all ranks a group's is.
+
+        One among nodes and one in each of them are one among all ranks.
+        """
+        if group is None or self.size <= 1:
+            return 1
+        _, ranks = group
+        return math.log(len(ranks), self.size)
+
+    def count(self, reduction: Reduction) -> None:
+        """Note a reduction of gradients."""
+        row: Row = self.log.row
         row.calls += 1
-        row.reduced += elements
-        row.late += elements * late
-        row.bytes += size
+        row.reduced += reduction.elements
+        row.late += reduction.elements * reduction.late
+        row.bytes += reduction.size
 
-    def carries_gradient(self, tensor):
+    def carries_gradient(self, tensor: torch.Tensor) -> bool:
         """Whether it has what a backward pass of this rank has computed: two
         neighbours in a parameter's gradient, perhaps divided by their number.
         """
@@ -178,8 +236,8 @@ class Rows:
         if (tensor.is_sparse or tensor.numel() > MUCH
                 or storage(tensor) in known):
             return True  # or it cannot be told
-        values, close = tensor.detach().float().flatten(), (
-            1e-2 if is_low(tensor) else 1e-5)
+        values = tensor.detach().float().flatten()
+        close = 1e-2 if is_low(tensor) else 1e-5
         for key, part in log.sums.items():
             grad, count = log.parameters[key].grad, log.parameters[key].numel()
             if count > len(values) or count == 1 < len(values):
@@ -191,7 +249,8 @@ class Rows:
                 apart = -(-count // parts.LARGEST)  # elements of it, in `thin`
                 grad = part[:-1 if apart > 1 else None] * log.scale
             grad = grad.detach().float().flatten().to(values.device)
-            at = min(grad.abs().argmax().item(), max(len(grad) - 2, 0))
+            largest = int(grad.abs().argmax().item())
+            at = min(largest, max(len(grad) - 2, 0))
             some = grad[at:at + 2]
             pairs = values.unfold(
                 0, apart * (len(some) - 1) + 1, 1)[:, ::apart]
@@ -201,7 +260,7 @@ class Rows:
                     return True
         return False
 
-    def on_gradients(self, optimizer):
+    def on_gradients(self, optimizer: Optimizer) -> None:
         """Record an update that is to come, and end where it is the last."""
         if self.recorded:  # a closure may be called several times
             return
@@ -210,8 +269,8 @@ class Rows:
         if not (log.sums and all(
                 key in log.sums for key, weight in log.parameters.items()
                 if weight.grad is not None)):  # it may have been one's
-            for message in log.now.early:
-                self.count(*message)
+            for reduction in log.now.early:
+                self.count(reduction)
         if not log.row.counts:  # no loss.backward(), but autograd.grad()
             take_pending(log)
         if log.told and not self.made:  # others are of a validation
@@ -237,10 +296,13 @@ class Rows:
         self.weights = weights
         self.begin_update()
 
-    def name_weights(self, number, optimizer):
-        """An optimizer's parameters by name."""
-        log, weights = self.log, [weight for group in optimizer.param_groups
-                                  for weight in group["params"]]
+    def name_weights(self, number: int,
+                     optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        """Return an optimizer's parameters by name."""
+        log = self.log
+        weights: list[torch.Tensor] = [
+            weight for group in optimizer.param_groups
+            for weight in group["params"]]
         if not all(id(weight) in log.names for weight in weights):
             log.tell("unnamed", weights)
         named = {log.names.get(id(weight), f"parameter {number}.{i}"): weight
@@ -249,17 +311,31 @@ class Rows:
                                 for name, weight in named.items()}
         return named
 
-    def snapshot(self, number, optimizer, weights):
-        """What led to an update, beside losses and samples: `gradients`
-        before they are clipped; `local`, as this rank alone computed them.
+    def snapshot(self, number: int, optimizer: Optimizer,
+                 weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Return what led to an update: its `Row`, and beside that
+
+            optimizer  its number
+            rates      the learning rates of its groups
+            drawn      how many indices each DistributedSampler has given
+            elements   of the parameters that can be trained
+            without    names of parameters that have no gradient
+            before     the weights, of an optimizer's first update; or None
+            now        the weights
+            random     what `random_states` returns
+            gradients  before they are clipped
+            local      as this rank alone computed them
+            sums, weighed   as in `Log`
+            kept       the optimizer's state, where it is saved or resumed
         """
         log, now = self.log, describe(weights, thin)
         # a fused optimizer takes the scale away itself
         scale = getattr(optimizer, "grad_scale", None) or 1.0
-        gradients = {id(weight): thin(weight.grad) / scale for weight
-                     in weights.values() if weight.grad is not None
-                     } | log.now.unclipped
-        update = vars(log.row) | {
+        gradients: dict[int, torch.Tensor | None] = {
+            id(weight): thin(weight.grad) / scale
+            for weight in weights.values() if weight.grad is not None}
+        gradients |= log.now.unclipped
+        update: dict[str, Any] = vars(log.row) | {
             "optimizer": number,
             "rates": [float(group["lr"]) for group in optimizer.param_groups
                       if "lr" in group],
@@ -272,15 +348,16 @@ class Rows:
             "before": now if not self.made[number] or self.since else None,
             "now": now,  # again before each
             "random": random_states(),
-            **{name: describe(weights, lambda weight, by_id=by_id: by_id.get(
-                id(weight))) for name, by_id in (
-                    ("gradients", gradients), ("local", log.local),
-                    ("sums", log.sums), ("weighed", log.weighed))}}
+            "gradients": describe_known(weights, gradients),
+            "local": describe_known(weights, log.local),
+            "sums": describe_known(weights, log.sums),
+            "weighed": describe_known(weights, log.weighed)}
         if self.kind in ("saved", "resumed"):
             update["kept"] = parts.describe(kept(optimizer, weights))
         return update
 
-    def on_updated(self, optimizer):
+    def on_updated(self, optimizer: Optimizer) -> None:
+        """Record what has become of the weights."""
         self.recorded = False
         # in this step
         self.seen["updates"][-1]["within"] = self.log.row.reduced
@@ -292,13 +369,13 @@ class Rows:
         self.seen["updates"][-1].update(weights=describe(
             self.weights, thin), buffers=parts.describe(buffers.items()))
 
-    def on_skipped(self):
+    def on_skipped(self) -> None:
         """Nothing of an update that a GradScaler leaves out is an update's."""
         self.seen["skipped"].append(len(self.seen["updates"]))
         self.recorded, self.put_aside = False, []
         self.begin_update()
 
-    def leave(self):
+    def leave(self) -> NoReturn:
         """End here, once all others have: gloo fails where one has gone."""
         self.log.asked("left", None)
         self.log.finish()
@@ -310,13 +387,14 @@ class Rows:
         sys.stdout.flush()
         os._exit(0)
 
-    def leave_with_others(self, joined):
+    def leave_with_others(self, joined: threading.Event) -> None:
         """Leave if another has: this rank, out of samples, waits for it."""
         while not joined.wait(0.1):
             if any(self.has_left(rank) for rank in range(self.size)):
                 self.leave()
 
-    def has_left(self, rank):
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has written its record, and ends."""
         return os.path.exists(f"{self.log.folder}/{rank}.pt")
 
 
@@ -325,7 +403,7 @@ def end_workers() -> None:
 
     PyTorch raises one in the main thread when a worker is killed.
     """
-    signal_handling._error_if_any_worker_fails = lambda: None
+    assign(signal_handling, _error_if_any_worker_fails=lambda: None)
     for worker in multiprocessing.active_children():
         worker.kill()
 
@@ -339,20 +417,39 @@ def persistent_buffers(
                 yield f"{prefix}.{name}".lstrip("."), buffer
 
 
-def describe(weights, tensor_of):
-    """What `parts.describe` says of a tensor of each named parameter."""
+def describe(
+        weights: Mapping[str, torch.Tensor],
+        tensor_of: Callable[[torch.Tensor], torch.Tensor | None],
+        ) -> LocalTensors:
+    """Return what `parts.describe` says of a tensor of each named parameter.
+    """
     return parts.describe((name, tensor_of(weight))
                           for name, weight in weights.items())
 
 
-def storage(tensor):
-    """Where its elements are, None if that cannot be told."""
-    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
-    return tensor.untyped_storage().data_ptr() if plain else None
+def describe_known(weights: Mapping[str, torch.Tensor],
+                   by_id: Mapping[int, torch.Tensor | None]) -> LocalTensors:
+    """Return the same of tensors that are known by their parameters' ids."""
+    return describe(weights, lambda weight: by_id.get(id(weight)))
 
 
-def kept(optimizer, weights):
-    """What an optimizer keeps for its parameters: (name, tensor) pairs."""
+def storage(tensor: torch.Tensor | None) -> int | None:
+    """Return where a tensor's elements are, None if that cannot be told."""
+    if type(tensor) is torch.Tensor and tensor.layout == torch.strided:
+        return tensor.untyped_storage().data_ptr()
+    return None
+
+
+def count_bytes(tensor: torch.Tensor) -> int:
+    """Return how many bytes a tensor has, of a sparse one its own ones."""
+    if tensor.is_sparse:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
+
+
+def kept(optimizer: Optimizer, weights: Mapping[str, torch.Tensor],
+         ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what an optimizer keeps for its parameters, with names."""
     for key, weight in weights.items():
         for name, value in optimizer.state.get(weight, {}).items():
             if isinstance(value, (int, float)):
@@ -361,19 +458,20 @@ def kept(optimizer, weights):
                 yield f"{key} {name}", thin(value)
 
 
-def random_states():
-    """Of each generator of random numbers, a digest of its state."""
-    states = {"PyTorch's": torch.get_rng_state().tolist(),
-              "Python's": random.getstate(),
-              "NumPy's": sys.modules["numpy"].random.get_state()
-              if "numpy" in sys.modules else None,
-              "the GPU's": torch.cuda.get_rng_state().tolist()
-              if torch.cuda.is_initialized() else None}
+def random_states() -> dict[str, str]:
+    """Return a digest of the state of each generator of random numbers."""
+    numpy = sys.modules.get("numpy")
+    states = {
+        "PyTorch's": torch.get_rng_state().tolist(),
+        "Python's": random.getstate(),
+        "NumPy's": numpy.random.get_state() if numpy else None,
+        "the GPU's": (torch.cuda.get_rng_state().tolist()
+                      if torch.cuda.is_initialized() else None)}
     return {name: hashlib.blake2b(repr(state).encode()).hexdigest()
             for name, state in states.items()}
 
 
-def take_pending(log):
+def take_pending(log: Log) -> None:
     """Note what the modules were given as the samples of this update."""
     for rows, columns in log.now.pending:
         log.row.rows += rows
