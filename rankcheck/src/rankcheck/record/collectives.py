@@ -90,13 +90,15 @@ def stand_before(space: str) -> torch.library.Library:
     Returns:
         The library that does it, for as long as it is kept.
     """
-    library = torch.library.Library(space, "IMPL")
+    library = torch.library.Library(  # type: ignore[no-untyped-call]  # torch's
+        space, "IMPL")
     for full in torch._C._dispatch_get_all_op_names():
         name = full.removeprefix(f"{space}::")
         if name != full and name.strip("_") not in NO_MESSAGES:
             function = getattr(getattr(torch.ops, space), name).default
-            library.impl(name, functools.partial(call, function),
-                         "BackendSelect", with_keyset=True)
+            library.impl(  # type: ignore[no-untyped-call]  # torch's
+                name, functools.partial(call, function), "BackendSelect",
+                with_keyset=True)
     return library
 
 

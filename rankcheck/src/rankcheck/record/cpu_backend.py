@@ -1,9 +1,13 @@
 """Runs GPU code on the CPU with gloo."""
 
+from __future__ import annotations
+
 import contextlib
 import inspect
 import os
+from collections.abc import Callable, Sequence
 from types import FunctionType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,19 +15,20 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map, tree_map_only
 
-from rankcheck.record.recorder import Log, note, replace
+from rankcheck.record.recorder import Log, assign, note, replace
 
 
-def process(log):
+def process(log: Log) -> None:
     """There is no accelerator, groups use gloo, and nothing is compiled."""
     torch.compiler.set_stance("force_eager")
     note_groups(log)
     premultiply()
-    kept = []
+    kept: list[dist.ProcessGroup] = []
 
     @replace(dist, "init_process_group")
     @replace(c10d, "init_process_group")
-    def initialise(initialise, backend=None, *args, **kwargs):
+    def initialise(initialise: Callable[..., None], backend: Any = None,
+                   *args: Any, **kwargs: Any) -> None:
         kwargs.pop("device_id", None)  # gloo has none
         if isinstance(backend, str) and "gloo" not in backend:
             backend = "gloo"  # what is no name PyTorch refuses
@@ -31,26 +36,33 @@ def process(log):
 
     @replace(dist, "destroy_process_group")
     @replace(c10d, "destroy_process_group")
-    def destroy(destroy, group=None):
+    def destroy(destroy: Callable[..., None],
+                group: dist.ProcessGroup | None = None) -> None:
         # The end of a gloo group joins its thread with the interpreter's
         # lock in hand, which that thread may wait for: it never ends.
         kept.extend(c10d._world.pg_map)
         return destroy(group)
 
     @replace(DistributedDataParallel, "__init__")
-    def wrap(wrap, ddp, module, device_ids=None, output_device=None,
-             *args, **kwargs):  # a CPU has no number
+    def wrap(wrap: Callable[..., None], ddp: DistributedDataParallel,
+             module: torch.nn.Module, device_ids: Sequence[Any] | None = None,
+             output_device: Any = None, *args: Any, **kwargs: Any) -> None:
         for device in device_ids or ():
             take(log, device)
-        wrap(ddp, module, None, None, *args, **kwargs)
+        wrap(ddp, module, None, None, *args, **kwargs)  # a CPU has no number
 
-    torch.accelerator.current_accelerator = (
-        lambda check_available=False: None)
-    torch.accelerator.set_device_index = torch.cuda.set_device = (
-        lambda device: take(log, device))
+    def current_accelerator(check_available: bool = False) -> None:
+        return None
+
+    def set_device(device: Any) -> None:
+        take(log, device)
+
+    assign(torch.accelerator, current_accelerator=current_accelerator,
+           set_device_index=set_device)
+    assign(torch.cuda, set_device=set_device)
 
 
-def take(log: Log, device: object) -> None:
+def take(log: Log, device: Any) -> None:
     """Note the number of a GPU that the script takes, if it names one.
 
     With CUDA_VISIBLE_DEVICES a script, or what starts it, gives each rank one
@@ -79,7 +91,8 @@ def premultiply() -> None:
                  and "op" in inspect.signature(function).parameters]
 
         @replace(place, *names)
-        def reduce(function, *args, **kwargs):
+        def reduce(function: Callable[..., Any], *args: Any,
+                   **kwargs: Any) -> Any:
             given = inspect.signature(function).bind(*args, **kwargs)
             given.apply_defaults()
             operation = given.arguments["op"]
@@ -99,22 +112,25 @@ def premultiply() -> None:
             return function(*given.args, **given.kwargs)
 
 
-def on_gpu(log):
+def on_gpu(log: Log) -> None:
     """Notes the same; the process keeps its GPU and NCCL."""
     torch.compiler.set_stance("force_eager")
     torch.backends.cudnn.allow_tf32 = False  # as precise as the rest
     note_groups(log)
 
 
-def note_groups(log):
-    """That it makes a process group or processes, or wraps a model in DDP."""
+def note_groups(log: Log) -> None:
+    """Note that it makes a process group or processes, or wraps a model in
+    DDP.
+    """
     log.seen["devices"] = []  # the numbers of GPUs, as far as they are seen
     note(log, dist, "init_process_group")
     note(log, c10d, "init_process_group")
     note(log, torch.multiprocessing, "spawn")
 
     @replace(DistributedDataParallel, "__init__")
-    def make(make, ddp, *args, **kwargs):
+    def make(make: Callable[..., None], ddp: DistributedDataParallel,
+             *args: Any, **kwargs: Any) -> None:
         make(ddp, *args, **kwargs)
         log.asked("DistributedDataParallel",  # may parameters be unused?
                   ddp.find_unused_parameters or ddp.static_graph)

@@ -1,13 +1,18 @@
 """Watches which files a process writes and reads."""
 
+from __future__ import annotations
+
 import os
 import sys
 import sysconfig
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 
-from rankcheck.record.recorder import replace
+from rankcheck.record.recorder import Log, replace
 
 PATH = (str, bytes, os.PathLike)  # and no number of an open file
 # What opens a file for whoever calls it, but what is installed within these
@@ -15,10 +20,9 @@ TORCH = os.path.dirname(torch.__file__) + "/"
 HELPERS = (sysconfig.get_path("stdlib"), "<", str(Path(__file__).parents[1]))
 
 
-def opened(log, without=()):
-    """written: files that were opened to write them, and by whom: by a line
-    of the script, a number, by another file beside it, 0, or by a library, its
-    name. Those with nothing of `without` in their path.
+def opened(log: Log, without: Sequence[str] = ()) -> None:
+    """written: files that were opened to write them, and by whom: see
+    `opener`. Those with nothing of `without` in their path.
 
     read: files that it has opened before its first update. results: those
     that it has written after that. Once it has saved something after its first
@@ -27,27 +31,29 @@ def opened(log, without=()):
     """
     log.seen |= {"written": {}, "read": [], "results": []}
 
-    def wrote(path):
+    def wrote(path: str) -> None:
         if log.updates:
             log.seen["results"].append(path)
         if log.here and path not in log.seen["written"]:
             log.seen["written"][path] = opener(log.script)
 
-    def on_event(event, args):
+    def on_event(event: str, args: tuple[Any, ...]) -> None:
         if event in ("fcntl.flock", "fcntl.lockf"):  # by turns, or a mere lock
             log.seen["written"].pop(os.path.realpath(
                 f"/proc/self/fd/{args[0]}"), None)
         if event == "open" and isinstance(args[0], PATH):
             path = os.path.abspath(os.fsdecode(args[0]))
             if not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
-                log.seen["read"] += [path] * (not log.updates)
+                if not log.updates:
+                    log.seen["read"].append(path)
             elif not any(part in path for part in without):
                 wrote(path)
 
     sys.addaudithook(on_event)
 
     @replace(torch, "save")
-    def save(save, obj, f, *args, **kwargs):
+    def save(save: Callable[..., None], obj: Any, f: Any, *args: Any,
+             **kwargs: Any) -> None:
         if isinstance(f, (str, Path)):  # not opened by Python
             wrote(os.path.abspath(f))
         save(obj, f, *args, **kwargs)
@@ -55,9 +61,15 @@ def opened(log, without=()):
             Path(f"{log.folder}/saved-{log.updates}").touch()
 
 
-def opener(script):
-    """Who opens the file that is being opened: see `opened`."""
-    frame, here = sys._getframe(1), os.path.dirname(script) + "/"
+def opener(script: str) -> int | str:
+    """Return who opens the file that is being opened.
+
+    Returns:
+        A line of the script; 0 for another file beside it; the name of a
+        library; or "a thread".
+    """
+    here = os.path.dirname(script) + "/"
+    frame: FrameType | None = sys._getframe(1)
     while frame:
         file = frame.f_code.co_filename
         installed = "-packages/" in file
@@ -65,6 +77,7 @@ def opener(script):
             return frame.f_lineno if file == script else 0
         if not file.startswith(TORCH) and (
                 installed or not file.startswith(HELPERS)):
-            return frame.f_globals["__name__"].split(".")[0]
+            module: str = frame.f_globals["__name__"]
+            return module.split(".")[0]
         frame = frame.f_back
     return "a thread"

@@ -23,11 +23,9 @@ from torch.utils.data._utils import signal_handling
 import rankcheck.record.tensors as parts
 from rankcheck.record.collectives import Group
 from rankcheck.record.recorder import Log, assign, replace
-from rankcheck.record.tensors import LocalTensors, is_low, thin
+from rankcheck.record.tensors import Hashes, LocalTensors, is_low, thin
 
 MUCH = 1_000_000  # elements of a message that is not looked into
-# Of what a model is given: of its rows, and of its columns
-Hashes = list[list[str]]
 
 
 @dataclass
@@ -460,13 +458,13 @@ def kept(optimizer: Optimizer, weights: Mapping[str, torch.Tensor],
 
 def random_states() -> dict[str, str]:
     """Return a digest of the state of each generator of random numbers."""
+    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
     numpy = sys.modules.get("numpy")
     states = {
         "PyTorch's": torch.get_rng_state().tolist(),
         "Python's": random.getstate(),
         "NumPy's": numpy.random.get_state() if numpy else None,
-        "the GPU's": (torch.cuda.get_rng_state().tolist()
-                      if torch.cuda.is_initialized() else None)}
+        "the GPU's": torch.cuda.get_rng_state().tolist() if on_gpu else None}
     return {name: hashlib.blake2b(repr(state).encode()).hexdigest()
             for name, state in states.items()}
 
