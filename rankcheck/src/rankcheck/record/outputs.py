@@ -11,18 +11,21 @@ settings  of each optimizer, at its first update: the parameters' names and
           what is set for them, of each group
 """
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from rankcheck.record.recorder import Log
-from rankcheck.record.tensors import plain_name, unwrap
+from rankcheck.record.tensors import Hashes, plain_name, unwrap
 
 NUMBERS = 4  # of a sample's sketch: its length, its sum, two projections
 ELEMENTS = 256  # of a sample's part of an output that are looked at, about
@@ -37,8 +40,8 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor that a module has put out, as the samples have parts of it."""
+class Output:
+    """A tensor that a module has put out."""
 
     model: str  # the class of the outermost module
     name: str  # of the module in it, "" for itself
@@ -46,25 +49,52 @@ class Entry:
     call: int  # how often it was called before, in this forward pass
     leaf: int  # which of the tensors that it has put out
     part: int  # the number of the forward pass
+
+
+@dataclass(frozen=True)
+class Entry(Output):
+    """The same, as the samples have parts of it."""
+
     axis: str  # of `AXES`
     layout: str  # how they lie in the tensor
-    shape: tuple  # of each sample's part
+    shape: tuple[int, ...]  # of each sample's part
     start: int  # in `flat`
     count: int  # of samples that were looked at
 
 
+class GroupSettings(TypedDict):
+    """What is set for a group of an optimizer's parameters."""
+
+    names: list[str]  # of the parameters
+    values: dict[str, tuple[float, ...]]  # of `SETTINGS`, and "lr"
+
+
 class Outputs:
-    """The probe. updates: of the first so many, over all optimizers."""
+    """The probe."""
+
+    log: Log
+    label: str  # of the outermost module of this forward pass
+    sizes: list[int]  # how many rows it is given, and how many columns
+    picks: dict[str, list[int]]  # by axis, which samples are looked at
 
     def __init__(self, updates: int) -> None:
+        """Record the first so many updates, over all optimizers."""
         self.updates = updates
+        self.entries: list[Entry] = []
+        # of each forward pass, by axis, the hashes of what is looked at
+        self.samples: list[dict[str, list[str]]] = []
+        self.sketches: list[torch.Tensor] = []
+        self.roots: dict[int, str] = {}  # id of an outermost module -> label
+        self.names: dict[int, str] = {}  # id of a module in it -> its name
+        self.calls: Counter[str] = Counter()  # of these, in a forward pass
+        self.filled = 0  # numbers in `sketches`
+        self.number = 0  # of calls
+        self.begun = 0  # entries of the updates before
+        # id of an optimizer -> what is set, of each group
+        self.settings: dict[int, list[GroupSettings]] = {}
 
     def __call__(self, log: Log) -> None:
-        self.log, self.entries, self.samples, self.sketches = log, [], [], []
-        self.roots, self.names, self.calls = {}, {}, Counter()
-        self.filled = self.number = 0  # numbers; calls
-        self.begun = 0  # entries of the updates before
-        self.settings = {}  # id of an optimizer -> what is set
+        self.log = log
         log.seen |= {"outputs": None, "settings": [], "outputs_error": ""}
         log.on("root", partial(self.watch, self.on_root))
         log.on("output", partial(self.watch, self.on_output))
@@ -74,6 +104,7 @@ class Outputs:
 
     @property
     def records(self) -> bool:
+        """Whether what a module puts out now is recorded."""
         return (len(self.log.seen["updates"]) < self.updates
                 and self.number < CALLS and not self.error
                 and torch._C._current_graph_task_id() == -1)
@@ -81,9 +112,10 @@ class Outputs:
     @property
     def error(self) -> str:
         """Why no more is recorded."""
-        return self.log.seen["outputs_error"]
+        error: str = self.log.seen["outputs_error"]
+        return error
 
-    def watch(self, function: Callable[..., None], *about: object) -> None:
+    def watch(self, function: Callable[..., None], *about: Any) -> None:
         """Call it while outputs are recorded. The script goes on, anyway."""
         if not self.records:
             return
@@ -93,8 +125,14 @@ class Outputs:
         except Exception as error:
             self.log.seen["outputs_error"] = f"{type(error).__name__}: {error}"
 
-    def on_root(self, module: nn.Module, hashes: list | None) -> None:
-        """A forward pass begins. hashes: of its rows and of its columns."""
+    def on_root(self, module: nn.Module, hashes: Hashes | None) -> None:
+        """Begin a forward pass.
+
+        Args:
+            module: the outermost one.
+            hashes: of the rows and the columns of what it is given; None if
+                that is no sample.
+        """
         if id(module) not in self.roots:
             kind = type_of(module)
             others = sum(label.split(" ")[0] == kind
@@ -112,7 +150,8 @@ class Outputs:
                 axis: [names[i] for i in self.picks[axis]]
                 for axis, names in by_axis.items()})
 
-    def on_output(self, module: nn.Module, output: object) -> None:
+    def on_output(self, module: nn.Module, output: Any) -> None:
+        """Record the tensors that a module has put out."""
         name = self.names.get(id(module))
         if not self.samples or name is None:
             return
@@ -122,47 +161,54 @@ class Outputs:
         for leaf, value in enumerate(tree_leaves(output)):
             tensor = plain(value)
             if tensor is not None:
-                self.record(tensor, dict(
+                self.record(tensor, Output(
                     model=self.label, name=name, kind=type_of(module),
                     call=call, leaf=leaf, part=len(self.samples) - 1))
 
-    def record(self, tensor: torch.Tensor, about: dict) -> None:
+    def record(self, tensor: torch.Tensor, output: Output) -> None:
+        """Record a tensor, in each way in which samples may lie in it."""
         for axis, layout, view in views(tensor, *self.sizes):
             picks = self.picks[axis]
             if not picks or math.prod(view.shape[1:]) == 0:
                 continue
             values = sketch(view, picks)
             self.entries.append(Entry(
-                **about, axis=axis, layout=layout, shape=tuple(view.shape[1:]),
-                start=self.filled, count=len(picks)))
+                **vars(output), axis=axis, layout=layout,
+                shape=tuple(view.shape[1:]), start=self.filled,
+                count=len(picks)))
             self.sketches.append(values)
             self.filled += len(values)
 
     def on_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what is set for an optimizer, at its first update."""
         self.begun = len(self.entries)
         if id(optimizer) not in self.settings:
             self.settings[id(optimizer)] = self.of_groups(optimizer)
 
-    def of_groups(self, optimizer: torch.optim.Optimizer) -> list[dict]:
+    def of_groups(
+            self, optimizer: torch.optim.Optimizer) -> list[GroupSettings]:
+        """Return what is set for each group of an optimizer."""
         names, number, at = self.log.names, len(self.settings), 0
-        groups = []
+        groups: list[GroupSettings] = []
         for group in optimizer.param_groups:
             known = []
             for weight in group["params"]:
                 known.append(names.get(id(weight), f"parameter {number}.{at}"))
                 at += 1
-            values = {key: plain_setting(group.get(key)) for key in SETTINGS}
-            values["lr"] = plain_setting(group.get("lr"))
-            groups.append({"names": known, "values": {
-                key: value for key, value in values.items()
-                if value is not None}})
+            values = {}
+            for key in (*SETTINGS, "lr"):
+                value = plain_setting(group.get(key))
+                if value is not None:
+                    values[key] = value
+            groups.append({"names": known, "values": values})
         return groups
 
     def on_skipped(self) -> None:
-        """What led to no update is none of its outputs."""
+        """Forget what led to no update."""
         del self.entries[self.begun:]
 
     def on_end(self) -> None:
+        """Put what was recorded into the process's record."""
         self.log.seen["settings"] = list(self.settings.values())
         if self.entries:
             self.log.seen["outputs"] = {
@@ -171,15 +217,17 @@ class Outputs:
 
 
 def type_of(module: nn.Module) -> str:
-    """The name of its class, without what fully_shard puts before it."""
+    """Return the name of a module's class, without what fully_shard puts
+    before it.
+    """
     for base in type(module).__mro__:
         if not base.__name__.startswith("FSDP"):
             return base.__name__
     return type(module).__name__
 
 
-def plain_setting(value: object) -> tuple | None:
-    """The numbers of a setting, None for what is none."""
+def plain_setting(value: Any) -> tuple[float, ...] | None:
+    """Return the numbers of a setting, None if there are none."""
     several = value if isinstance(value, (tuple, list)) else (value,)
     numbers = [one.item() if isinstance(one, torch.Tensor)
                and one.numel() == 1 else one for one in several]
@@ -188,21 +236,25 @@ def plain_setting(value: object) -> tuple | None:
     return tuple(map(float, numbers))
 
 
-def plain(value: object) -> torch.Tensor | None:
-    """What is looked at: a tensor of numbers that is whole on this rank."""
+def plain(value: Any) -> torch.Tensor | None:
+    """Return what is looked at, if it is that: a tensor of numbers that is
+    whole on this rank.
+    """
     value = unwrap(value)
     if type(value) not in (torch.Tensor, nn.Parameter) or (
             value.layout != torch.strided or value.is_nested
             or value.is_quantized or value.is_meta):
         return None
-    value = value.detach()
-    if value.is_complex():
-        value = torch.view_as_real(value.resolve_conj())
-    return value if value.dim() and value.numel() else None
+    tensor: torch.Tensor = value.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor if tensor.dim() and tensor.numel() else None
 
 
 def pick(names: list[str]) -> list[int]:
-    """The places of some samples: the same ones on any rank."""
+    """Return the places of some samples, by their hashes: the same ones on
+    any rank.
+    """
     if len(names) <= SAMPLES:
         return list(range(len(names)))
     bound = SAMPLES * 16**8 // len(names)
@@ -211,9 +263,17 @@ def pick(names: list[str]) -> list[int]:
 
 def views(tensor: torch.Tensor, rows: int, columns: int
           ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """The ways in which a tensor may have a part for each sample.
+    """Yield the ways in which a tensor may have a part for each sample.
 
-    (what a sample is, how they lie, the tensor with the samples first)
+    Args:
+        tensor: what a module has put out.
+        rows: how many samples there are if each is a row of what the model is
+            given.
+        columns: the same, if each is a column.
+
+    Yields:
+        What a sample is, of `AXES`; how they lie; and the tensor with the
+        samples first.
     """
     yield "whole", "", tensor[None]
     for axis, size in (("rows", rows), ("columns", columns)):
@@ -231,7 +291,7 @@ def views(tensor: torch.Tensor, rows: int, columns: int
 
 
 def sketch(view: torch.Tensor, picks: list[int]) -> torch.Tensor:
-    """`NUMBERS` numbers of each of these samples, one behind the other.
+    """Return `NUMBERS` numbers of each of these samples, one behind the other.
 
     All are as large as the length of its part, or smaller: a difference in
     few elements shows in the first two, one in their order in the others.
@@ -258,7 +318,9 @@ def sketch(view: torch.Tensor, picks: list[int]) -> torch.Tensor:
 
 @cache
 def places_in(shape: torch.Size) -> tuple[torch.Tensor, ...]:
-    """Which elements of a part are looked at, as indices of each dimension."""
+    """Return which elements of a part are looked at, as indices of each
+    dimension.
+    """
     size = math.prod(shape)
     at = torch.arange(min(size, ELEMENTS))
     if size > ELEMENTS:  # spread by the golden ratio
@@ -268,7 +330,8 @@ def places_in(shape: torch.Size) -> tuple[torch.Tensor, ...]:
 
 @cache
 def weights(size: int) -> torch.Tensor:
-    """Two columns of numbers of mean 0 and length 1, alike in every process.
+    """Return two columns of numbers of mean 0 and length 1, alike in every
+    process.
 
     Drawn without a generator, whose state is the script's.
     """
