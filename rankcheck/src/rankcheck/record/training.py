@@ -13,6 +13,8 @@ tied      {another name of a parameter: its name}, within a module
 skipped   how many updates a GradScaler has left out, and before which others
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import gc
@@ -21,7 +23,9 @@ import importlib
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,31 +38,53 @@ from rankcheck.record.collectives import messages
 from rankcheck.record.cpu_backend import on_gpu, process
 from rankcheck.record.files import opened
 from rankcheck.record.outputs import Outputs
-from rankcheck.record.recorder import Updates, replace
-from rankcheck.record.rows import Rows, random_states, storage, take_pending
-from rankcheck.record.tensors import is_low, thin, unwrap
+from rankcheck.record.recorder import Log, Updates, replace
+from rankcheck.record.rows import (
+    Notes,
+    Row,
+    Rows,
+    random_states,
+    storage,
+    take_pending,
+)
+from rankcheck.record.tensors import Hashes, is_low, thin, unwrap
+
+Probe = Callable[[Log], object]  # see recorder.py
 
 NO_OUTPUT = ("/dev/", "/proc/", "/.cache/", "__pycache__", ".lock")
 
 
-def probes(folder, size, steps, kind="", on_gpus=False, device="cpu",
-           outputs=0):
-    """Verify's. size, steps, kind: of `Rows`. folder: the log's, in that of
-    all runs. on_gpus: whether a CPU stands in for GPUs; device: "gpu" for GPUs
-    themselves. outputs: in how many updates those of modules are recorded.
+def probes(folder: str | os.PathLike[str], size: int, steps: int,
+           kind: str = "", on_gpus: bool = False, device: str = "cpu",
+           outputs: int = 0) -> list[Probe]:
+    """Return verify's probes.
+
+    Args:
+        folder: the log's, in that of all runs.
+        size: of `Rows`, as are steps and kind.
+        steps: see there.
+        kind: see there.
+        on_gpus: whether a CPU stands in for GPUs.
+        device: "gpu" for GPUs themselves.
+        outputs: in how many updates those of modules are recorded.
     """
-    return [partial(Rows, size=size, steps=steps, kind=kind), Modules(),
-            Outputs(outputs),
-            partial(use, module="torch_api"), Updates(),
-            process if device == "cpu" else on_gpu, messages,
-            *[partial(use, module="fake_cuda")] * on_gpus,
-            partial(opened, without=(
-                str(folder), *(f"{os.path.dirname(folder)}/{name}/"
-                               for name in ("guard", "tmp")), *NO_OUTPUT))]
+    beside = os.path.dirname(folder)
+    without = (str(folder), f"{beside}/guard/", f"{beside}/tmp/", *NO_OUTPUT)
+    found: list[Probe] = [
+        partial(Rows, size=size, steps=steps, kind=kind), Modules(),
+        Outputs(outputs), partial(use, module="torch_api"), Updates(),
+        process if device == "cpu" else on_gpu, messages]
+    if on_gpus:
+        found.append(partial(use, module="fake_cuda"))
+    found.append(partial(opened, without=without))
+    return found
 
 
-def use(log, module):
-    """Probes that take seconds to import: verify itself does without."""
+def use(log: Log, module: str) -> None:
+    """Use the probes of a module that takes seconds to import.
+
+    verify itself does without.
+    """
     for probe in importlib.import_module(f"rankcheck.record.{module}").PROBES:
         probe(log)
 
@@ -66,19 +92,28 @@ def use(log, module):
 class Modules:
     """Those that train, and what goes into the outermost of them."""
 
-    def __call__(self, log):
-        self.log, self.seen, self.inside = log, log.seen, False
+    log: Log
+    seen: dict[str, Any]  # the log's
+    inside = False  # whether the outermost module is being called
+    count = 1  # of targets of a backward pass
+
+    def __init__(self) -> None:
+        # of those with parameters of their own, by the name of their class
+        self.classes: Counter[str] = Counter()
+
+    def __call__(self, log: Log) -> None:
+        self.log, self.seen = log, log.seen
         self.seen |= {"batchnorm": False, "low": False, "draws": False,
                       "copies": [], "model": {}, "tied": {}}
-        self.count = 1  # of targets of a backward pass
-        log.modules = {}  # by their id
-        self.classes = Counter()  # of those with parameters of their own
         log.on("unnamed", self.meet_owners)
         log.on("end", self.find_copies)
 
         @replace(nn.Module, "__call__")  # hooks get no keyword arguments
-        def call(call, module, *args, **kwargs):
-            if wraps := isinstance(module, DistributedDataParallel):
+        def call(call: Callable[..., Any], module: nn.Module, *args: Any,
+                 **kwargs: Any) -> Any:
+            wraps = False
+            if isinstance(module, DistributedDataParallel):
+                wraps = True
                 # Lightning's may be in eval(), around a module that is not
                 log.row.wrapped += torch.is_grad_enabled()
                 if not module.require_backward_grad_sync:
@@ -104,8 +139,10 @@ class Modules:
             return output
 
         @replace(torch.Tensor, "backward")
-        def backward(backward, loss, *args, **kwargs):
-            row, now = log.row, log.now
+        def backward(backward: Callable[..., None], loss: torch.Tensor,
+                     *args: Any, **kwargs: Any) -> None:
+            row: Row = log.row
+            now: Notes = log.now
             log.scale = getattr(loss, "visible_scale", 1.0) or 1.0
             if loss.numel() == 1:
                 row.losses.append(loss.item() / log.scale)
@@ -117,13 +154,14 @@ class Modules:
             take_pending(log)
             return backward(loss, *args, **kwargs)
 
-    def trains(self, module):
+    def trains(self, module: nn.Module) -> bool:
+        """Whether a call of this module leads to an update."""
         return (self.log.here and torch.is_grad_enabled() and module.training
                 and torch._C._current_graph_task_id() == -1
                 and any(one.requires_grad for one in module.parameters()))
 
-    def meet(self, module):
-        """Name its parameters, and watch their gradients."""
+    def meet(self, module: nn.Module) -> None:
+        """Name a module's parameters, and watch their gradients."""
         log = self.log
         # torch.func puts others in the place of parameters: transforms do, and
         # functional_call, by which they may be computed from those
@@ -160,20 +198,24 @@ class Modules:
 
         self.log.parameters[id(weight)] = weight
         if weight.requires_grad and not isinstance(weight, DTensor):
-            weight.register_hook(partial(self.on_part, id(weight)))
-            hooks = weight._backward_hooks
+            weight.register_hook(  # type: ignore[no-untyped-call]  # torch's
+                partial(self.on_part, id(weight)))
+            hooks = weight._backward_hooks or {}  # which now has ours
             for key in [*hooks][:-1]:
                 hooks[key] = hooks.pop(key)  # the script's: may reduce
-            weight.register_post_accumulate_grad_hook(self.on_gradient)
+            weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch's
+                self.on_gradient)
 
-    def meet_owners(self, weights):
-        """Of parameters that are used without a call of their module."""
+    def meet_owners(self, weights: Sequence[torch.Tensor]) -> None:
+        """Meet the modules of parameters that are used without a call of it.
+        """
         self.meet_modules_of(weights)
         for weight in weights:  # those that are in no module
             if id(weight) not in self.log.parameters and weight.is_leaf:
                 self.watch(weight)
 
-    def meet_modules_of(self, weights):
+    def meet_modules_of(self, weights: Iterable[torch.Tensor]) -> None:
+        """Meet the outermost modules that have any of these parameters."""
         modules = find_modules()
         inner = {id(child) for one in modules for child in one.children()}
         unnamed = {id(weight) for weight in weights} - self.log.names.keys()
@@ -182,26 +224,31 @@ class Modules:
                     id(weight) in unnamed for weight in one.parameters()):
                 self.meet(one)
 
-    def on_part(self, key, gradient):
-        """What a backward pass computes: the script may add up elsewhere."""
+    def on_part(self, key: int, gradient: torch.Tensor) -> None:
+        """Add up what backward passes compute: the script may do so elsewhere.
+
+        Args:
+            key: the id of a parameter.
+            gradient: a backward pass's part of its gradient.
+        """
         log = self.log
         part = thin(gradient) / log.scale
         log.sums[key] = log.sums.get(key, 0) + part
         log.weighed[key] = log.weighed.get(key, 0) + self.count * part
 
-    def on_gradient(self, weight):
-        """What this rank has computed, before it is reduced."""
+    def on_gradient(self, weight: torch.Tensor) -> None:
+        """Keep what this rank has computed, before it is reduced."""
         if weight.grad is not None:  # a hook may have used it up already
             self.log.local[id(weight)] = thin(weight.grad) / self.log.scale
 
-    def on_root(self, module, arguments):
-        """The outermost module of a forward pass, with all it is given.
+    def on_root(self, module: nn.Module, arguments: Any) -> None:
+        """Note what the outermost module of a forward pass is given.
 
         The samples of an update are what the first of these is given: rows
         of all tensors as long as the first, as far as they are data; or their
         columns, where the batch is the second dimension.
         """
-        now = self.log.now
+        now: Notes = self.log.now
         self.seen["batchnorm"] |= any(
             isinstance(part, _BatchNorm)
             and not isinstance(part, nn.SyncBatchNorm)
@@ -218,7 +265,7 @@ class Modules:
                      and (one.is_leaf or not one.requires_grad)]
             tensors = [getattr(one, "_local_tensor", one).detach().cpu()
                        for one in given if storage(one) not in received]
-            hashes = None
+            hashes: Hashes | None = None
             if given and not tensors and now.stream == id(module):
                 now.pending = []  # by a pipeline's stage, to learn of shapes
             elif tensors and now.stream == id(module):
@@ -226,9 +273,12 @@ class Modules:
                 now.pending.append(hashes)
         self.log.tell("root", module, hashes)
 
-    def find_copies(self):
-        """Modules like one that trains, with weights that do not: averages."""
-        def form(module):
+    def find_copies(self) -> None:
+        """Record modules like one that trains, with weights that do not.
+
+        They are averages of those.
+        """
+        def form(module: nn.Module) -> list[tuple[str, torch.Size]]:
             return [(parts.plain_name(name), weight.shape)
                     for name, weight in module.named_parameters()]
 
@@ -243,41 +293,53 @@ class Modules:
                 and form(one) in forms]
 
 
-def find_modules():
+def find_modules() -> list[nn.Module]:
+    """Return all modules of this process."""
     return [thing for thing in gc.get_objects()
             if issubclass(type(thing), nn.Module)]
 
 
-def is_trainers(module):
+def is_trainers(module: nn.Module) -> bool:
+    """Whether this is the module of a Lightning Trainer."""
     return any(base.__name__ == "LightningModule"
                for base in type(module).__mro__)
 
 
-def find_trainers(module):
-    """The module of a Lightning Trainer that this one is in, or None: the
-    Trainer calls it only if it is wrapped, so in one process not at all.
+def find_trainers(module: nn.Module) -> nn.Module | None:
+    """Return the module of a Lightning Trainer that this one is in, or None.
+
+    The Trainer calls it only if it is wrapped, so in one process not at all.
     """
     if is_trainers(module) or not sys.modules.keys() & {
             "lightning", "pytorch_lightning"}:
         return None
-    return next((one for one in find_modules() if is_trainers(one)
-                 and any(part is module for part in one.modules())), None)
+    for one in find_modules():
+        if is_trainers(one) and any(part is module for part in one.modules()):
+            return one
+    return None
 
 
-def class_of(module):
-    """The name of its class, or of that inside of what is around it."""
+def class_of(module: nn.Module) -> str:
+    """Return the name of a module's class, or of that inside of a wrapper's.
+    """
     children = dict(module.named_children())
     if len(children) == 1 and f"{min(children)}." in parts.WRAPPERS:
         return class_of(*children.values())
-    return next(name for name in (base.__name__ for base in type(
-        module).__mro__) if not name.startswith("FSDP"))  # fully_shard's
+    # without what fully_shard puts before it
+    return next(base.__name__ for base in type(module).__mro__
+                if not base.__name__.startswith("FSDP"))
 
 
-def hash_each(tensors, axis):
-    """Of the first tensor's rows or columns, and those of others with as many.
+def hash_each(tensors: Sequence[torch.Tensor], axis: int) -> list[str]:
+    """Return a hash of each sample: a row or a column of the first tensor, and
+    those of others with as many.
 
     With tokens, of integers alone: a state that a model is given, which it
     has computed, differs by rounding.
+
+    Args:
+        tensors: what a model is given.
+        axis: 0 for rows, 1 for columns.
     """
     tokens = tensors[0].dim() > 1 and not tensors[0].is_floating_point()
     parts = [tensor.movedim(axis, 0) for tensor in tensors
