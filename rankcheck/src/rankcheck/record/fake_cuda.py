@@ -5,12 +5,16 @@ processes, with nothing in their memory. autocast("cuda") changes nothing on a
 CPU: all is computed as precisely as the weights are.
 """
 
+from __future__ import annotations
+
 import inspect
 import os
 import re
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.utils.data
@@ -20,7 +24,7 @@ from torch.jit import _builtins
 from torch.utils import _device
 
 from rankcheck.record.cpu_backend import take
-from rankcheck.record.recorder import replace
+from rankcheck.record.recorder import Log, assign, replace
 
 OF_GPUS = ("pin_memory", "backend", "device_id")  # names of arguments
 MEMORY = 80 * 2**30
@@ -29,44 +33,64 @@ GPU = SimpleNamespace(
     multi_processor_count=1)
 
 
-class Nothing(nullcontext):
+class Nothing(nullcontext[Any]):
     """A stream, an event, a range of a profile: a CPU waits for none."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(self)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
 
-    def elapsed_time(self, end):
+    def elapsed_time(self, end: Any) -> float:
+        """Return some time, in milliseconds, which is not 0."""
         return 1.0
 
 
 class Generator(torch.Generator):
-    def __new__(cls, device="cpu"):
-        return super().__new__(cls, "cpu")
+    """One of the CPU, wherever a script wants it."""
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        make: Callable[..., Generator] = super().__new__
+        return make(cls, "cpu")
 
 
-def here(value, numbered=False):
-    """The same, but a GPU, which is perhaps a number, is the CPU."""
-    gpu = (value.type == "cuda" if isinstance(value, torch.device) else
-           re.fullmatch(r"cuda(:\d+)?", value) if isinstance(value, str) else
-           numbered and type(value) is int)
-    return value if not gpu else (
-        "cpu" if isinstance(value, str) else torch.device("cpu"))
+def here(value: Any, numbered: bool = False) -> Any:
+    """Return the same, but the CPU in the place of a GPU.
+
+    Args:
+        value: any argument of a function.
+        numbered: whether a number is that of a GPU.
+    """
+    if isinstance(value, torch.device):
+        return torch.device("cpu") if value.type == "cuda" else value
+    if isinstance(value, str):
+        return "cpu" if re.fullmatch(r"cuda(:\d+)?", value) else value
+    if numbered and type(value) is int:
+        return torch.device("cpu")
+    return value
 
 
-def is_gpu(value, numbered=False):
-    """Whether it names one."""
+def is_gpu(value: Any, numbered: bool = False) -> bool:
+    """Whether a value names a GPU; see `here`."""
     return here(value, numbered) is not value
 
 
-def keep_here(log, place, *names):
-    """Give functions or methods no GPU, and nothing that belongs to one."""
-    known = [_builtins._find_builtin(getattr(place, name)) for name in names]
+def keep_here(log: Log, place: Any, *names: str) -> None:
+    """Give functions or methods no GPU, and nothing that belongs to one.
+
+    Args:
+        log: where the numbers of GPUs are noted.
+        place: the module or class that has the functions.
+        names: of the functions.
+    """
+    known = [
+        _builtins._find_builtin(getattr(place, name))  # type: ignore[no-untyped-call]  # torch's
+        for name in names]
 
     @replace(place, *names)
-    def visible(function, *args, **kwargs):
+    def visible(function: Callable[..., Any], *args: Any,
+                **kwargs: Any) -> Any:
         numbered = function.__name__ == "to"
         for value in args:
             if is_gpu(value, numbered):
@@ -83,11 +107,12 @@ def keep_here(log, place, *names):
             _builtins._register_builtin(getattr(place, name), op)
 
 
-def gpus(log):
-    """From now on this process believes that there are GPUs."""
+def gpus(log: Log) -> None:
+    """Let this process believe, from now on, that there are GPUs."""
     for function in _device._device_constructors():
-        if getattr(torch, function.__name__, None) is function:
-            keep_here(log, torch, function.__name__)
+        name: str = function.__name__
+        if getattr(torch, name, None) is function:
+            keep_here(log, torch, name)
     for place, names in (
             (torch.Tensor, ("to", "new_empty", "new_full", "new_ones",
                             "new_tensor", "new_zeros")),
@@ -101,28 +126,37 @@ def gpus(log):
             (dist.device_mesh.DeviceMesh, ("__init__",))):
         keep_here(log, place, *names)
 
-    def cuda(tensor, device=None, *args, **kwargs):
+    def cuda(tensor: torch.Tensor, device: Any = None, *args: Any,
+             **kwargs: Any) -> torch.Tensor:
         take(log, device)
         return tensor
 
-    torch.Tensor.cuda = cuda
-    torch.Tensor.pin_memory = lambda tensor, *args, **kwargs: tensor
-    torch.Tensor.record_stream = lambda tensor, stream: None
-    torch.Generator = Generator
+    def pin_memory(tensor: torch.Tensor, *args: Any,
+                   **kwargs: Any) -> torch.Tensor:
+        return tensor
+
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        return None
+
+    assign(torch.Tensor, cuda=cuda, pin_memory=pin_memory,
+           record_stream=record_stream)
+    assign(torch, Generator=Generator)
     count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
     @replace(dist.Work, "get_future")
-    def get_future(get_future, work):
+    def get_future(get_future: Callable[..., torch.futures.Future[Any]],
+                   work: dist.Work) -> torch.futures.Future[Any]:
         try:
             return get_future(work)
         except RuntimeError:  # gloo has none for some collectives
             work.wait()
-            done = torch.futures.Future()
+            done: torch.futures.Future[Any] = torch.futures.Future()
             done.set_result([])
             return done
 
     @replace(torch, "load")
-    def load(load, f, map_location=None, *args, **kwargs):
+    def load(load: Callable[..., Any], f: Any, map_location: Any = None,
+             *args: Any, **kwargs: Any) -> Any:
         return load(f, "cpu", *args, **kwargs)
 
     rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -149,9 +183,12 @@ def gpus(log):
                 answer = answers.get(name, 0)
                 setattr(place, name,
                         lambda *args, answer=answer, **kwargs: answer)
-    torch.cuda.set_device = torch.accelerator.set_device_index = (
-        lambda device: take(log, device))
-    torch.cuda.nvtx = torch.cuda.profiler = Nothing()
+    def set_device(device: Any) -> None:
+        take(log, device)
+
+    nothing = Nothing()
+    assign(torch.cuda, set_device=set_device, nvtx=nothing, profiler=nothing)
+    assign(torch.accelerator, set_device_index=set_device)
 
 
 PROBES = [gpus]
