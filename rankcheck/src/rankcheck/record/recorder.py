@@ -36,6 +36,7 @@ from torch.optim import optimizer as optimizers
 if TYPE_CHECKING:
     from torch.utils.data import DistributedSampler
 
+Probe = Callable[["Log"], object]
 Function = TypeVar("Function", bound=Callable[..., Any])
 Result = TypeVar("Result")
 

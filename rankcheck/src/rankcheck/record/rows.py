@@ -74,7 +74,7 @@ class Reduction:
 
 @dataclass
 class PutAside:
-    """What led to gradients that were thrown away; see `begin_update`."""
+    """What led to gradients that were thrown away; see `Rows.on_zeroed`."""
 
     row: Row
     sums: dict[int, torch.Tensor]
@@ -226,8 +226,10 @@ class Rows:
         row.bytes += reduction.size
 
     def carries_gradient(self, tensor: torch.Tensor) -> bool:
-        """Whether it has what a backward pass of this rank has computed: two
-        neighbours in a parameter's gradient, perhaps divided by their number.
+        """Whether a message has a gradient that this rank has computed.
+
+        It is known by two neighbours in it, perhaps divided by the number of
+        processes.
         """
         log = self.log
         known = {storage(weight.grad) for weight in log.parameters.values()}
@@ -237,24 +239,26 @@ class Rows:
         values = tensor.detach().float().flatten()
         close = 1e-2 if is_low(tensor) else 1e-5
         for key, part in log.sums.items():
-            grad, count = log.parameters[key].grad, log.parameters[key].numel()
+            weight = log.parameters[key]
+            grad, count = weight.grad, weight.numel()
             if count > len(values) or count == 1 < len(values):
                 continue  # one number is in there by chance
             if not part.any() and not values.any():
                 return True
-            apart = 1
+            stride = 1
             if grad is None or grad.is_sparse or not grad.any():  # taken away
-                apart = -(-count // parts.LARGEST)  # elements of it, in `thin`
-                grad = part[:-1 if apart > 1 else None] * log.scale
+                stride = -(-count // parts.LARGEST)  # see `thin`
+                some = part[:-1] if stride > 1 else part  # without the sum
+                grad = some * log.scale
             grad = grad.detach().float().flatten().to(values.device)
             largest = int(grad.abs().argmax().item())
             at = min(largest, max(len(grad) - 2, 0))
-            some = grad[at:at + 2]
+            pair = grad[at:at + 2]
             pairs = values.unfold(
-                0, apart * (len(some) - 1) + 1, 1)[:, ::apart]
+                0, stride * (len(pair) - 1) + 1, 1)[:, ::stride]
             for divisor in (1, self.size):
-                if some.any() and ((pairs - some / divisor).abs() <= (
-                        close * some.abs() / divisor)).all(1).any():
+                if pair.any() and ((pairs - pair / divisor).abs() <= (
+                        close * pair.abs() / divisor)).all(1).any():
                     return True
         return False
 
@@ -311,20 +315,29 @@ class Rows:
 
     def snapshot(self, number: int, optimizer: Optimizer,
                  weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Return what led to an update: its `Row`, and beside that
+        """Return what is recorded of an update before it is made.
+
+        Args:
+            number: of the optimizer.
+            optimizer: which is about to update.
+            weights: its parameters by name.
+
+        Returns:
+            The update's `Row`, and
 
             optimizer  its number
             rates      the learning rates of its groups
             drawn      how many indices each DistributedSampler has given
             elements   of the parameters that can be trained
             without    names of parameters that have no gradient
-            before     the weights, of an optimizer's first update; or None
+            before     the weights at an optimizer's first update; else None
             now        the weights
             random     what `random_states` returns
             gradients  before they are clipped
             local      as this rank alone computed them
-            sums, weighed   as in `Log`
-            kept       the optimizer's state, where it is saved or resumed
+            sums       see `Log`
+            weighed    see `Log`
+            kept       the optimizer's state, where a run is saved or resumed
         """
         log, now = self.log, describe(weights, thin)
         # a fused optimizer takes the scale away itself
@@ -368,7 +381,7 @@ class Rows:
             self.weights, thin), buffers=parts.describe(buffers.items()))
 
     def on_skipped(self) -> None:
-        """Nothing of an update that a GradScaler leaves out is an update's."""
+        """Forget what led to an update that a GradScaler leaves out."""
         self.seen["skipped"].append(len(self.seen["updates"]))
         self.recorded, self.put_aside = False, []
         self.begin_update()

@@ -38,7 +38,7 @@ from rankcheck.record.collectives import messages
 from rankcheck.record.cpu_backend import on_gpu, process
 from rankcheck.record.files import opened
 from rankcheck.record.outputs import Outputs
-from rankcheck.record.recorder import Log, Updates, replace
+from rankcheck.record.recorder import Log, Probe, Updates, replace
 from rankcheck.record.rows import (
     Notes,
     Row,
@@ -48,8 +48,6 @@ from rankcheck.record.rows import (
     take_pending,
 )
 from rankcheck.record.tensors import Hashes, is_low, thin, unwrap
-
-Probe = Callable[[Log], object]  # see recorder.py
 
 NO_OUTPUT = ("/dev/", "/proc/", "/.cache/", "__pycache__", ".lock")
 
@@ -207,8 +205,7 @@ class Modules:
                 self.on_gradient)
 
     def meet_owners(self, weights: Sequence[torch.Tensor]) -> None:
-        """Meet the modules of parameters that are used without a call of it.
-        """
+        """Meet the modules of parameters that no call of them has shown."""
         self.meet_modules_of(weights)
         for weight in weights:  # those that are in no module
             if id(weight) not in self.log.parameters and weight.is_leaf:
@@ -217,12 +214,13 @@ class Modules:
     def meet_modules_of(self, weights: Iterable[torch.Tensor]) -> None:
         """Meet the outermost modules that have any of these parameters."""
         modules = find_modules()
-        inner = {id(child) for one in modules for child in one.children()}
+        inner = {id(child) for module in modules
+                 for child in module.children()}
         unnamed = {id(weight) for weight in weights} - self.log.names.keys()
-        for one in modules:
-            if id(one) not in inner and any(
-                    id(weight) in unnamed for weight in one.parameters()):
-                self.meet(one)
+        for module in modules:
+            if id(module) not in inner and any(
+                    id(weight) in unnamed for weight in module.parameters()):
+                self.meet(module)
 
     def on_part(self, key: int, gradient: torch.Tensor) -> None:
         """Add up what backward passes compute: the script may do so elsewhere.
@@ -284,13 +282,18 @@ class Modules:
 
         with contextlib.suppress(Exception):  # of half a module
             forms = [form(module) for module in self.log.modules.values()]
+            averages = [
+                module for module in find_modules()
+                if not self.has_parameter(module) and form(module) in forms]
             self.seen["copies"] = [
                 parts.describe((name, thin(weight)) for name, weight
-                               in one.named_parameters())
-                for one in find_modules()
-                if not any(id(weight) in self.log.parameters
-                           for weight in one.parameters())
-                and form(one) in forms]
+                               in module.named_parameters())
+                for module in averages]
+
+    def has_parameter(self, module: nn.Module) -> bool:
+        """Whether any parameter of a module is watched."""
+        return any(id(weight) in self.log.parameters
+                   for weight in module.parameters())
 
 
 def find_modules() -> list[nn.Module]:
@@ -322,9 +325,11 @@ def find_trainers(module: nn.Module) -> nn.Module | None:
 def class_of(module: nn.Module) -> str:
     """Return the name of a module's class, or of that inside of a wrapper's.
     """
-    children = dict(module.named_children())
-    if len(children) == 1 and f"{min(children)}." in parts.WRAPPERS:
-        return class_of(*children.values())
+    children = [*module.named_children()]
+    if len(children) == 1:
+        name, child = children[0]
+        if f"{name}." in parts.WRAPPERS:
+            return class_of(child)
     # without what fully_shard puts before it
     return next(base.__name__ for base in type(module).__mro__
                 if not base.__name__.startswith("FSDP"))
@@ -342,15 +347,16 @@ def hash_each(tensors: Sequence[torch.Tensor], axis: int) -> list[str]:
         axis: 0 for rows, 1 for columns.
     """
     tokens = tensors[0].dim() > 1 and not tensors[0].is_floating_point()
-    parts = [tensor.movedim(axis, 0) for tensor in tensors
-             if tensor.dim() > axis
-             and not (tokens and tensor.is_floating_point())]
-    hashes = [hashlib.blake2b(digest_size=8) for _ in range(
-        len(parts[0]) if tensors[0].dim() > axis else 0)]
-    for part in parts:
-        if len(part) == len(hashes):
-            flat = part.reshape(len(part), -1).clone(
-                memory_format=torch.contiguous_format)  # its strides, too
-            for one, data in zip(hashes, flat.view(torch.uint8), strict=True):
-                one.update(ctypes.string_at(data.data_ptr(), len(data)))
-    return [one.hexdigest() for one in hashes]
+    samples = [tensor.movedim(axis, 0) for tensor in tensors
+               if tensor.dim() > axis
+               and not (tokens and tensor.is_floating_point())]
+    count = len(samples[0]) if tensors[0].dim() > axis else 0
+    hashes = [hashlib.blake2b(digest_size=8) for _ in range(count)]
+    for tensor in samples:
+        if len(tensor) != count:
+            continue
+        flat = tensor.reshape(count, -1).clone(
+            memory_format=torch.contiguous_format)  # its strides, too
+        for digest, data in zip(hashes, flat.view(torch.uint8), strict=True):
+            digest.update(ctypes.string_at(data.data_ptr(), len(data)))
+    return [digest.hexdigest() for digest in hashes]
