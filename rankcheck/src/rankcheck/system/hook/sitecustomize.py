@@ -37,4 +37,4 @@ elif os.environ.get("RANKCHECK_WHY") and sys.version_info >= (3, 9):
 this = sys.modules.pop(__name__)  # Python 2 empties a module nobody holds
 ENDS = "/rankcheck/system/hook", "/rankcheck/why/hook"  # today's, and before
 sys.path[:] = [path for path in sys.path if not path.endswith(ENDS)]
-import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401 the site's, if any
+import sitecustomize  # type: ignore[import-not-found, unused-ignore]  # noqa: E402, F401 the site's, if any
