@@ -2,32 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    Literal,
+    TypedDict,
+    TypeVar,
+    Union,
+)
+
+if TYPE_CHECKING:
+    from typing import Unpack  # new in Python 3.11
 
 # Errors that a question may raise on data that it does not expect.
 STRANGE = (ArithmeticError, AttributeError, LookupError, RuntimeError,
            TypeError, ValueError)
 
 
+Subject = TypeVar("Subject")  # a `Trial`, or a `Comparison` of runs
+Answer = TypeVar("Answer", bound=Callable[..., Any])
+
+
 @dataclass(frozen=True)
-class Question:
-    """What is asked about a trial, or about a script's runs."""
+class Question(Generic[Subject, Answer]):
+    """What is asked about a trial, or about a script's runs.
 
-    title: str  # what is right where the answer is "ok"
-    answer: object  # function of what it is asked about
-    kinds: tuple  # of trials: "whole", "uneven", "resumed", "stopped", ...
-    where: object  # function of a trial or `Comparison`: is it asked there?
-    early: bool  # also of a trial that has not come to its end
+    Attributes:
+        title: what is right where the answer is "ok".
+        answer: a function of what it is asked about.
+        kinds: of trials: "whole", "uneven", "resumed", "stopped", ...
+        where: whether it is asked about a subject.
+        early: also about a trial that has not come to its end.
+    """
+
+    title: str
+    answer: Answer
+    kinds: tuple[str, ...]
+    where: Callable[[Subject], bool]
+    early: bool
 
 
-class Questions(list):
+class Questions(list[Question[Subject, Answer]]):
     """In the order in which they are asked: causes before their effects."""
 
-    def add(self, title, kinds=("whole",), where=lambda _: True, early=False):
+    def add(self, title: str, kinds: tuple[str, ...] = ("whole",),
+            where: Callable[[Subject], bool] = lambda _: True,
+            early: bool = False) -> Callable[[Answer], Answer]:
         """Ask the decorated function where `where` says so."""
-        def add(answer):
+        def add(answer: Answer) -> Answer:
             self.append(Question(title, answer, kinds, where, early))
             return answer
 
@@ -37,8 +64,13 @@ class Questions(list):
 class Line(int):
     """A line of the script that was tried, within a sentence."""
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"line {int(self)}"
+
+
+Fragment = Union[str, Line]  # of a sentence
+# "and": in a check, what follows from a "FAIL"
+Verdict = Literal["ok", "warn", "FAIL", "and"]
 
 
 class Proof(Enum):
@@ -49,36 +81,68 @@ class Proof(Enum):
     SINGLE = "losses, gradients or weights are compared with one process"
 
 
+class Learned(TypedDict, total=False):
+    """What a finding tells later questions: fields of a `Comparison`."""
+
+    apart: str
+    averaged: str
+    nodes: str
+    rate: float
+    settings: str
+
+
 @dataclass
 class Finding:
-    """What was found: verdict is "ok", "warn" or "FAIL".
+    """What was found.
 
     A sentence is a list of texts and `Line`s: whoever prints it may replace
     each `Line` by the line in another version of the script.
+
+    Attributes:
+        sentence: what is so.
+        hint: what to do, where the sentence does not say it.
+        error: with which the script has ended, without its place.
+        kind: the fault's name, where it has one.
+        ranks: those to blame: their numbers; in `why`, its `Rank`s, of which
+            this package must not know.
+        numbers: those in the sentence, by name.
+        question: its title; "" if it is about the runs themselves.
+        learned: what later questions have to know.
+        proves: what it shows, whatever the verdict.
     """
 
-    verdict: str
-    sentence: list
-    hint: list  # what to do, where the sentence does not say it
-    error: str = ""  # with which the script has ended, without its place
-    kind: str = ""  # the fault's name, where it has one
-    ranks: list = ()  # those to blame: their numbers; `why` has `Rank`s
-    numbers: dict = field(default_factory=dict)  # in the sentence, by name
-    question: str = ""  # its title; "" if it is about the runs themselves
-    learned: dict = field(default_factory=dict)  # fields of a `Comparison`
+    verdict: Verdict
+    sentence: list[Fragment]
+    hint: list[Fragment]
+    error: str = ""
+    kind: str = ""
+    ranks: Sequence[Any] = ()
+    numbers: dict[str, float] = field(default_factory=dict)
+    question: str = ""
+    learned: Learned = field(default_factory=Learned)
     proves: frozenset[Proof] = frozenset()
 
     @property
-    def text(self):
+    def text(self) -> str:
         return "".join(map(str, self.sentence))
 
     @property
-    def advice(self):
+    def advice(self) -> str:
         return "".join(map(str, self.hint))
 
     @property
-    def lines(self):
+    def lines(self) -> set[int]:
         return {int(part) for part in self.sentence if isinstance(part, Line)}
+
+
+class Details(TypedDict, total=False):
+    """Further fields of a `Finding`, as arguments of those who make one."""
+
+    kind: str
+    ranks: Sequence[int]
+    numbers: dict[str, float]
+    learned: Learned
+    proves: frozenset[Proof]
 
 
 @dataclass(frozen=True)
@@ -143,27 +207,35 @@ class Report:
         return "\n".join(lines)
 
 
-def ok(text, **more):
-    """more: further fields; so below."""
+def ok(text: str, **more: Unpack[Details]) -> Finding:
     return Finding("ok", [text], [], **more)
 
 
-def warn(text, hint, **more):
+def warn(text: str, hint: str, **more: Unpack[Details]) -> Finding:
     return Finding("warn", [text], [hint], **more)
 
 
-def fail(sentence, hint="", error="", **more):
-    """sentence, hint: a text, or texts and `Line`s."""
-    sentence, hint = ([words] if isinstance(words, str) else [*words]
-                      for words in (sentence, hint))
-    return Finding("FAIL", sentence, hint, error, **more)
+def fail(sentence: str | Iterable[Fragment],
+         hint: str | Iterable[Fragment] = "", error: str = "",
+         **more: Unpack[Details]) -> Finding:
+    return Finding("FAIL", as_fragments(sentence), as_fragments(hint), error,
+                   **more)
 
 
-def counted(things, noun):
-    return f"{len(things)} {noun}{'s' * (len(things) != 1)}"
+def as_fragments(words: str | Iterable[Fragment]) -> list[Fragment]:
+    """Return a sentence of its own, from a text or from fragments."""
+    if isinstance(words, str):
+        return [words]
+    return [*words]
 
 
-def percent(error):
+def counted(things: Sized, noun: str) -> str:
+    """Return "1 step", "2 steps", as many as there are things."""
+    ending = "" if len(things) == 1 else "s"
+    return f"{len(things)} {noun}{ending}"
+
+
+def percent(error: float) -> str:
     if error != error:
         return "nan"
     return f"{error:.0%}" if error >= 0.1 else f"{error:.1%}"
