@@ -41,9 +41,9 @@ def test_a_stopped_process_is_not_asleep(tmp_path):
     launch = ranks.Launch(script)
     try:
         for pid in launch.jobs[0].pid, launch.jobs[0].server.process.pid:
-            wait_for(lambda: not launch.activity()[1], 60)
+            wait_for(lambda: not launch.activity().eager, 60)
             os.kill(pid, signal.SIGSTOP)
-            wait_for(lambda: launch.activity()[1], 60)
+            wait_for(lambda: launch.activity().eager, 60)
             os.kill(pid, signal.SIGCONT)
     finally:
         launch.clear()

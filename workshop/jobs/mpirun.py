@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 
-from rankcheck.engine.ranks import Torchrun
+from rankcheck.engine.run import Torchrun
 from rankcheck.system.errors import require
 from workshop.jobs import mpirun_proxy
 from workshop.stages import STAGES

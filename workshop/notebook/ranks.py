@@ -37,6 +37,7 @@ from pathlib import Path
 from backstage.errors import run_main
 from rankcheck.engine import fork_server
 from rankcheck.engine import ranks as processes
+from rankcheck.engine.run import Torchrun
 from rankcheck.system.errors import UserError
 from workshop.jobs.interpreter import last_line
 from workshop.jobs.mpirun import Mpirun
@@ -72,7 +73,7 @@ def answer(cell, ranks, seconds, mpirun=False):
         ended = processes.Launch(
             __file__, source, folder, seconds, *["mpirun"] * mpirun,
             world_size=ranks, preload=PRELOAD,
-            launcher=Mpirun(sleeping=False) if mpirun else processes.Torchrun()
+            launcher=Mpirun(sleeping=False) if mpirun else Torchrun()
         ).wait(120, mpirun and too_late(folder, ranks, seconds))
         said = []
         for rank, process in enumerate(ended):

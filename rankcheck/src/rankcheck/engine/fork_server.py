@@ -23,16 +23,15 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from typing import NoReturn
 
+from rankcheck.engine.run import PRELOAD, Run, Torchrun
 from rankcheck.system import proc
 from rankcheck.system.errors import KILLED, UserError, describe_error
-
-PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel",
-           "torch.distributed.elastic.multiprocessing", "torch._dynamo",
-           "torch.distributed.pipelining", "torch.distributed.tensor.parallel")
 
 
 @dataclass(eq=False)
@@ -43,11 +42,12 @@ class Job:
     pid: int
     status: int | None = None
 
-    def is_alive(self):
+    def is_alive(self) -> bool:
         self.server.listen(0)
         return self.status is None
 
-    def kill(self, number):
+    def kill(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
         if self.status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -60,32 +60,35 @@ class Server:
     ended to a new one. hashes: the seed of Python's hashes in all of them.
     """
 
-    def __init__(self, preload, hashes=None):
+    def __init__(self, preload: Sequence[str], hashes: int | None = None
+                 ) -> None:
         self.owner = os.getpid()
-        self.jobs = []
+        self.jobs: list[Job] = []
         self.link, its = Pipe()
         code = (f"import sys; sys.path[:] = {sys.path!r}\n"
                 "from rankcheck.engine.fork_server import serve\n"
                 f"serve({its.fileno()}, {preload!r})")
+        # OpenMP threads sleep, not spin: read when torch is loaded
+        env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+        if hashes is not None:
+            env["PYTHONHASHSEED"] = str(hashes)
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.DEVNULL,
-            pass_fds=[its.fileno()], start_new_session=True,
-            # OpenMP threads sleep, not spin: read when torch is loaded
-            env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"} | (
-                {} if hashes is None else {"PYTHONHASHSEED": str(hashes)}))
+            pass_fds=[its.fileno()], start_new_session=True, env=env)
         its.close()
 
-    def fork(self, start, *about):
-        """A `Job`; for the arguments see `run_script`."""
+    def fork(self, run: Run, rank: int, port: int, output: str) -> Job:
+        """Fork a rank; for the arguments see `run_script`."""
         number = len(self.jobs)
         # the pickle is opened where sys.path is right for it
-        self.link.send((number, start.preload, start.cwd or os.getcwd(),
-                        list(sys.path), pickle.dumps((start, *about))))
+        self.link.send((number, run.preload, run.cwd or os.getcwd(),
+                        list(sys.path),
+                        pickle.dumps((run, rank, port, output))))
         while number == len(self.jobs):
             self.listen(60)
         return self.jobs[number]
 
-    def listen(self, seconds):
+    def listen(self, seconds: float) -> None:
         """Wait at most that long for news of starts and ends."""
         while self.link.poll(seconds):
             try:
@@ -98,49 +101,76 @@ class Server:
             self.jobs[number].status = value
             seconds = 0
 
-    def end(self):
+    def end(self) -> None:
         """End the server and all that it has forked, at once."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
-def activity(servers, others):
-    """The CPU seconds of each thread, and how many threads want a CPU.
+@dataclass(frozen=True)
+class Activity:
+    """What processes do.
 
-    So does one that was stopped (SIGSTOP), also a server, which has to say
-    who has ended. Of all that these servers have forked, and of other
-    sessions. None where the system does not say (it has no /proc).
+    Attributes:
+        seconds: how long each thread has used a CPU, by the thread's number.
+        eager: how many threads want a CPU. So does one that was stopped
+            (SIGSTOP), also a server, which has to say who has ended.
     """
-    tasks, eager, tick = {}, 0, os.sysconf("SC_CLK_TCK")
+
+    seconds: dict[str, float]
+    eager: int
+
+
+def measure_activity(servers: set[int], others: set[int]) -> Activity | None:
+    """Return what the processes of some sessions do.
+
+    Args:
+        servers: the numbers of servers, of which all that they have forked
+            is measured.
+        others: the numbers of processes that lead other sessions.
+
+    Returns:
+        None where the system does not say (it has no /proc).
+    """
+    seconds, eager, tick = {}, 0, os.sysconf("SC_CLK_TCK")
     if not proc.read_stat(os.getpid()):
         return None
     for pid in proc.list_processes():
         with contextlib.suppress(OSError):
-            if os.getsid(pid) in servers | others:
-                for task in proc.list_folder(f"/proc/{pid}/task"):
-                    state, *rest = proc.read_stat(f"{pid}/task/{task}") or "Z"
-                    eager += state in ("Tt" if pid in servers else "TtRD")
-                    if rest and pid not in servers:
-                        tasks[task] = sum(map(int, rest[10:12])) / tick
-    return tasks, eager
+            if os.getsid(pid) not in servers | others:
+                continue
+            states = STOPPED if pid in servers else STOPPED + BUSY
+            for task in proc.list_folder(f"/proc/{pid}/task"):
+                state, *rest = proc.read_stat(f"{pid}/task/{task}") or ["Z"]
+                if state in states:
+                    eager += 1
+                if rest and pid not in servers:
+                    ticks = sum(map(int, rest[10:12]))
+                    seconds[task] = ticks / tick
+    return Activity(seconds, eager)
 
 
-the_servers = {}  # by the seed of their hashes
-folders = set()  # of launches that have not been waited for
+STOPPED, BUSY = "Tt", "RD"  # a thread's states, as Linux names them
+# servers by the seed of their hashes
+the_servers: dict[int | None, Server] = {}
+folders: set[Path] = set()  # of launches that have not been waited for
 # which no script takes for its own: a rank says where it is
-LOOK = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+LOOK: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 SEEDS = 4  # of hashes, at most: each takes a server
 PAUSE = 0.02  # seconds between two looks at which ranks have ended
 
 
-def get_servers(preload=PRELOAD, size=1, hashes=None):
-    """The servers of so many ranks, which are started when first asked for.
+def get_servers(preload: Sequence[str] = PRELOAD, size: int = 1,
+                hashes: int | None = None) -> list[Server]:
+    """Return the servers of so many ranks, and start those that are missing.
 
-    preload: what they then import first. hashes: see `Start`; a seed that
-    the user has set holds for all.
+    Args:
+        preload: modules that a server imports when it is started.
+        size: the number of ranks.
+        hashes: see `Run`; a seed that the user has set holds for all.
     """
-    seeds = [None]
+    seeds: list[int | None] = [None]
     if hashes is not None and os.environ.get(
             "PYTHONHASHSEED", "random") == "random":
         seeds = [(hashes + rank) % SEEDS for rank in range(min(size, SEEDS))]
@@ -153,7 +183,7 @@ def get_servers(preload=PRELOAD, size=1, hashes=None):
 
 
 @atexit.register
-def end_all():
+def end_all() -> None:
     """End every process that this program has started, at once."""
     while the_servers:
         _, server = the_servers.popitem()
@@ -163,13 +193,13 @@ def end_all():
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def serve(link, preload):
+def serve(descriptor: int, preload: Sequence[str]) -> None:
     """In the server: fork a process for each job, and tell when it ends."""
     # Lightning loads it, and it warns where HOME cannot be written
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     preload_all(preload)
-    link = Connection(link)
-    jobs = {}  # process -> its job
+    link = Connection(descriptor)
+    jobs: dict[int, int] = {}  # process -> the number of its job
     while True:
         try:
             if link.poll(PAUSE if jobs else None):
@@ -190,7 +220,7 @@ def serve(link, preload):
             os.killpg(0, signal.SIGKILL)
 
 
-def preload_all(names):
+def preload_all(names: Iterable[str]) -> None:
     """Import what has not been tried before.
 
     Garbage collection would take a quarter of the time and find nothing; the
@@ -204,15 +234,15 @@ def preload_all(names):
 
 
 @functools.cache
-def preload_one(name):
+def preload_one(name: str) -> None:
     """Import it, without a warning that each process of ours would print."""
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     with contextlib.suppress(Exception):  # the rank will say it
         importlib.import_module(name)
 
 
-def become_rank(folder, path, arguments):
-    """In a forked process. Never returns."""
+def become_rank(folder: str, path: list[str], arguments: bytes) -> NoReturn:
+    """Run the script in this forked process, and end it."""
     status = 1
     try:
         os.chdir(folder)
@@ -227,9 +257,14 @@ def become_rank(folder, path, arguments):
         os._exit(status)
 
 
-def run_script(start, rank, port, output):
-    """Run `script flags...` as python does. output: how its files begin."""
-    variables = start.launcher.tell(start, rank, port, output)
+def run_script(run: Run, rank: int, port: int, output: str) -> int:
+    """Run `script flags...` as python does; return the exit status.
+
+    Args:
+        port: of the first rank, if the launcher takes one.
+        output: how the paths of the files begin in which is what it prints.
+    """
+    variables = run.launcher.tell(run, rank, port, output)
     os.environ.clear()
     os.environ.update(variables)
     tempfile.tempdir = None  # TMPDIR may be another than the server's
@@ -243,24 +278,24 @@ def run_script(start, rank, port, output):
 
     from rankcheck.record.recorder import Log, is_own
 
-    torch.set_num_threads(start.threads)
-    sys.argv = [start.script, *(flag.replace("{rank}", str(rank))
-                                for flag in start.flags)]
-    # in place of the caller's folder, which PYTHONSAFEPATH leaves out
-    sys.path[:not getattr(sys.flags, "safe_path", False)] = [
-        str(start.place or Path(start.script).resolve().parent)]
+    torch.set_num_threads(run.threads)
+    sys.argv = [run.script, *(flag.replace("{rank}", str(rank))
+                              for flag in run.flags)]
+    if not getattr(sys.flags, "safe_path", False):  # by PYTHONSAFEPATH
+        del sys.path[:1]  # the caller's folder
+    sys.path.insert(0, str(run.place or Path(run.script).resolve().parent))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    log = Log(start.log, rank)
-    start.launcher.join(start, log)
-    for probe in start.probes:
+    log = Log(run.log, rank)
+    run.launcher.join(run, log)
+    for probe in run.probes:
         probe(log)
-    finish_once(log.finish, start.launcher)
+    finish_once(log.finish, run.launcher)
     status = 0
     try:
-        if start.module:
-            runpy.run_module(start.module, run_name="__main__", alter_sys=True)
+        if run.module:
+            runpy.run_module(run.module, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(start.script, run_name="__main__")
+            runpy.run_path(run.script, run_name="__main__")
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(bool(end.code))
         if isinstance(end.code, str):
@@ -270,17 +305,17 @@ def run_script(start, rank, port, output):
         if is_own(error):
             log.asked("internal error", describe_error(error))
         sys.last_value = error  # as Python itself leaves it
-        sys.excepthook(*sys.exc_info())
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         atexit._run_exitfuncs()  # a forked process would skip them
     return status
 
 
-def finish_once(finish, launcher):
+def finish_once(finish: Callable[[], None], launcher: Torchrun) -> None:
     """Let `finish` be called where this process ends, also by os._exit."""
     leave, owner = os._exit, os.getpid()
 
-    def visible_exit(status):
+    def visible_exit(status: int) -> NoReturn:
         os._exit = leave
         try:
             if os.getpid() == owner:  # not a worker of its own

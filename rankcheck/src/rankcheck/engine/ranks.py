@@ -16,11 +16,18 @@ import signal
 import socket
 import tempfile
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Union
 
 from rankcheck.engine import fork_server
+from rankcheck.engine.run import Run, RunOptions
 
+if TYPE_CHECKING:
+    from typing import Unpack  # new in Python 3.11
+
+Flag = Union[str, Path, float]  # of a script, which gets it as a text
 MOST = 1_000_000  # bytes of output from each of its ends
 
 
@@ -33,92 +40,39 @@ class Rank:
     err: str
 
 
-class Torchrun:
-    """Tells the ranks what torchrun does, but that it is torchrun.
-
-    Another launcher is a subclass. Each rank gets it, pickled before `begin`.
-    """
-
-    processes = ()  # that it has started itself
-
-    def begin(self, start, folder):
-        """Start what the forked ranks need. folder: for its files."""
-
-    def check(self):
-        """Raise a `UserError` if it cannot do that."""
-
-    def end(self):
-        """Wait for what it has started. The ranks have ended."""
-
-    def tell(self, start, rank, port, output):
-        """In a rank: its environment. output: see fork_server.run_script."""
-        if not start.world_size:
-            return start.env
-        devices = start.world_size // start.nodes
-        return start.env | {name: str(value) for name, value in {
-            "RANK": rank, "ROLE_RANK": rank, "WORLD_SIZE": start.world_size,
-            "ROLE_WORLD_SIZE": start.world_size, "ROLE_NAME": "default",
-            "LOCAL_RANK": rank % devices, "LOCAL_WORLD_SIZE": devices,
-            "GROUP_RANK": rank // devices, "GROUP_WORLD_SIZE": start.nodes,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items()}
-
-    def join(self, start, log):
-        """In a rank, right before its probes and the script."""
-
-    def part(self, status):
-        """In a rank, at its end."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """A script as several processes, which get this, and how it is watched."""
-
-    script: str
-    flags: tuple  # in which {rank} becomes the rank
-    world_size: int | None = None  # None is plain python
-    nodes: int = 1  # on so many the processes believe they are
-    launcher: Torchrun = field(default_factory=Torchrun)
-    probes: tuple = ()  # functions that get each process's `Log` first
-    log: str | None = None  # the folder in which that is kept
-    env: dict | None = None
-    threads: int = 1
-    preload: tuple = fork_server.PRELOAD  # is imported once for all of them
-    place: str | None = None  # what the script imports from; None: its folder
-    cwd: str | None = None  # None: this process's
-    within: str | None = None  # where the folder of what they print is made
-    # the seed of Python's hashes in the first rank, if each is to have its
-    # own, as under a real launcher; there are four
-    hashes: int | None = None
-    module: str = ""  # the script's name, if it is run as by python -m
-
-
 class Launch:
-    """The processes of a `Start`, whose fields are the options."""
+    """The processes of a `Run`, whose fields are the options."""
 
-    def __init__(self, script, *flags, env=None, **options):
-        start = Start(str(script), tuple(map(str, flags)),
-                      env=dict(os.environ if env is None else env), **options)
-        size = start.world_size or 1
-        servers = fork_server.get_servers(start.preload, size, start.hashes)
-        self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=start.within))
+    def __init__(self, script: str | Path, *flags: Flag,
+                 env: Mapping[str, str] | None = None,
+                 **options: Unpack[RunOptions]) -> None:
+        variables = dict(os.environ if env is None else env)
+        run = Run(str(script), tuple(map(str, flags)), variables, **options)
+        size = run.world_size or 1
+        servers = fork_server.get_servers(run.preload, size, run.hashes)
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=run.within))
         fork_server.folders.add(self.folder)
-        self.script, self.jobs = start.script, []
-        self.launcher = start.launcher
+        self.script = run.script
+        self.jobs: list[fork_server.Job] = []
+        self.launcher = run.launcher
         port = free_port()
         try:
             for rank in range(size):
                 self.jobs.append(servers[rank % len(servers)].fork(
-                    start, rank, port, f"{self.folder}/{rank}"))
-            self.launcher.begin(start, self.folder)
+                    run, rank, port, f"{self.folder}/{rank}"))
+            self.launcher.begin(run, self.folder)
         except BaseException:
             self.clear()
             raise
 
-    def wait(self, timeout=120, gives_up=None):
-        """The `Rank`s, once all have ended; after `timeout` s it kills them.
+    def wait(self, timeout: float = 120,
+             gives_up: Callable[[], bool | None] | None = None) -> list[Rank]:
+        """Wait until all ranks have ended, and return how.
 
-        gives_up: a function that is asked ten times a second whether to kill
-        them. One that had to be killed has its stack in `err`.
+        Args:
+            timeout: seconds after which it kills them.
+            gives_up: a function that is asked ten times a second whether to
+                kill them. A rank that had to be killed has its stack in `err`.
         """
         try:
             late = self.wait_for_end(time.monotonic() + timeout, gives_up)
@@ -132,8 +86,13 @@ class Launch:
         finally:
             self.clear()
 
-    def wait_for_end(self, end, gives_up=None):
-        """The processes that have not ended by then."""
+    def wait_for_end(self, end: float,
+                     gives_up: Callable[[], bool | None] | None = None
+                     ) -> list[fork_server.Job]:
+        """Return the processes that have not ended by then.
+
+        end: as time.monotonic() says it.
+        """
         while running := [job for job in self.jobs if job.is_alive()]:
             left = end - time.monotonic()
             if left <= 0 or (gives_up and gives_up()):
@@ -142,8 +101,11 @@ class Launch:
             running[0].server.listen(min(left, 0.1))
         return []
 
-    def text(self, rank, name):
-        """What the rank has printed: all, or as much from both its ends."""
+    def text(self, rank: int, name: str) -> str:
+        """Return what a rank has printed: all, or as much from both its ends.
+
+        name: "out", "err", or "stack".
+        """
         try:
             with open(f"{self.folder}/{rank}.{name}", "rb") as file:
                 data = file.read(MOST)
@@ -153,14 +115,19 @@ class Launch:
         except FileNotFoundError:
             return ""
 
-    def lines(self):
-        """The line of the script that each rank is in, None if in no line."""
+    def lines(self) -> list[int | None]:
+        """Return the script's line that each rank is in, None if in none."""
         line = re.compile(rf'File "{re.escape(self.script)}", line (\d+)')
-        found = map(line.search, self.stacks())  # the innermost
-        return [innermost and int(innermost[1]) for innermost in found]
+        lines: list[int | None] = []
+        for stack in self.stacks():
+            innermost = line.search(stack)
+            lines.append(int(innermost[1]) if innermost else None)
+        return lines
 
-    def stacks(self):
-        """Where each rank is: what faulthandler writes, "" if it has ended."""
+    def stacks(self) -> list[str]:
+        """Ask each rank where it is: what faulthandler writes, "" if it has
+        ended.
+        """
         for file in self.folder.glob("*.stack"):
             os.truncate(file, 0)
         self.signal(fork_server.LOOK)
@@ -172,35 +139,39 @@ class Launch:
         time.sleep(0.1)  # until what has begun is whole
         return [self.text(rank, "stack") for rank in range(len(self.jobs))]
 
-    def printed(self):
-        """How many bytes the ranks have printed."""
+    def printed(self) -> int:
+        """Return how many bytes the ranks have printed."""
         return sum(file.stat().st_size for name in ("out", "err")
                    for file in self.folder.glob(f"*.{name}"))
 
-    def clear(self):
+    def clear(self) -> None:
+        """End what is left of the ranks, and remove what they have printed."""
         self.signal(signal.SIGKILL)
         self.launcher.end()
         shutil.rmtree(self.folder, ignore_errors=True)
         fork_server.folders.discard(self.folder)
 
-    def activity(self):
-        """`activity` of the ranks, and of all that a launcher started."""
-        return fork_server.activity(
+    def activity(self) -> fork_server.Activity | None:
+        """Return what the ranks do, and all that a launcher has started."""
+        return fork_server.measure_activity(
             {job.server.process.pid for job in self.jobs},
             {process.pid for process in self.launcher.processes})
 
-    def signal(self, number):
+    def signal(self, number: int) -> None:
         for job in self.jobs:
             job.kill(number)
 
 
-def launch(script, *flags, timeout=120, **options):
-    """Start `script`, wait until it has ended, return its `Rank`s."""
-    return Launch(script, *flags, **options).wait(timeout)
+def launch(script: str | Path, *flags: Flag, timeout: float = 120,
+           env: Mapping[str, str] | None = None,
+           **options: Unpack[RunOptions]) -> list[Rank]:
+    """Start a script, wait until it has ended, and return how its ranks did.
+    """
+    return Launch(script, *flags, env=env, **options).wait(timeout)
 
 
-def free_port():
-    """A TCP port of this machine that is free, and stays so.
+def free_port() -> int:
+    """Return a TCP port of this machine that is free, and stays so.
 
     Nobody else takes it before its user listens on it: it is not one that the
     system gives to a program that asks for any port (from 32768 on, `man 7
