@@ -21,6 +21,7 @@ from stages import edited, number_of
 from backstage import ROOT
 from backstage import errors as ours
 from rankcheck.engine import exits, fork_server, hang_detector
+from rankcheck.engine.hang_detector import Budget
 from rankcheck.engine.trial import Trial, watch
 from rankcheck.system.errors import UserError
 from workshop.check import plan
@@ -167,7 +168,7 @@ def bench_of(stage, script, folder):
 
 def test_an_endless_loop_is_known_by_the_time_of_the_cpu(tmp_path):
     script = program(tmp_path / "train_gpt2.py", "while True:\n    pass\n")
-    one = watch(Trial(script), (), tmp_path / "seen", print, {"allowed": 0.5})
+    one = watch(Trial(script), (), tmp_path / "seen", print, Budget(0.5))
     assert one.gave_up == "busy"
     assert "it never reaches step 0 but keeps running" in exits.explain(
         one).text

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from rankcheck.engine import sandbox
+from rankcheck.engine.hang_detector import Budget
 from rankcheck.engine.scratch import full, quiet_environment
 from rankcheck.engine.trial import LITTLE, Trial, watch
 from rankcheck.system.errors import KILLED, require
@@ -225,7 +226,7 @@ class Bench:
             StageTrial(script, stage=self.stage, mesh=mesh), (
                 *FLAGS, *few, "--data", self.folder / "data", "--run-dir",
                 run, *mesh.flags(), *flags), seen, self.say,
-            {"allowed": allowed, "endless": 3 * STEPS},
+            Budget(allowed, endless=3 * STEPS),
             world_size=mesh.size if mesh.size > 1 else None,
             nodes=mesh.nodes, launcher=launcher_of(self.stage),
             probes=[self.copy, *probe.probes(

@@ -71,7 +71,7 @@ def how_it_ends(trial, reference):
         return fail(f"it ended after {len(trial.rows)} of {STEPS} steps "
                     "without an error")
     for rank, seen in enumerate(trial.seen):
-        if seen is None:
+        if not seen:
             return fail(f"rank {rank} left before the end of main()")
         if len(seen["samples"]) < STEPS - trial.first_step:
             return fail(f"rank {rank} makes {len(seen['samples'])} updates "

@@ -1,12 +1,15 @@
 """Waits for the ranks of a `ranks.Launch`, as long as they work."""
 
+from __future__ import annotations
+
 import json
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rankcheck.engine.exits import TO_ONE
 from rankcheck.engine.ranks import Launch
 
 IDLE = 3.0  # seconds without anything to do after which it may hang
@@ -15,7 +18,42 @@ LOOKS = 2.0  # seconds between two looks at where idle ranks are
 SAYS = 10.0  # seconds, after which it says so
 UNSTARTED = 20.0  # the same, before a launcher has started the script
 FLOOD = 20e6  # bytes of output: it prints without end
+TO_ONE = ("send", "ssend", "isend", "issend", "recv", "irecv")
 ONE_WAY = (("send", "ssend"), ("recv",))  # calls of which none ends another
+
+Event = dict[str, Any]  # a line of a rank's record, in JSON: see `Log`
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the ranks may take until they are given up.
+
+    Attributes:
+        allowed: seconds of a CPU for a step of each rank.
+        idle: seconds of idleness after which it may hang.
+        endless: steps after which it never ends.
+        patience: seconds without a step, if all are idle.
+    """
+
+    allowed: float
+    idle: float = IDLE
+    endless: float = float("inf")
+    patience: float = PATIENCE
+
+
+@dataclass(frozen=True)
+class ActivitySample:
+    """What the ranks did between two looks.
+
+    Attributes:
+        time: of the look, in seconds of time.monotonic().
+        used: seconds of CPUs since the look before.
+        eager: how many threads wanted a CPU.
+    """
+
+    time: float
+    used: float
+    eager: int
 
 
 @dataclass
@@ -29,23 +67,23 @@ class Patience:
     """
 
     launch: Launch
-    observed: Path  # the folder in which its ranks are
-    say: object  # a function that is told what it waits for
-    allowed: float  # seconds of a CPU for a step of each rank
-    idle: float = IDLE  # seconds of idleness after which it may hang
-    endless: float = float("inf")  # steps after which it never ends
-    patience: float = PATIENCE  # seconds without a step, if all are idle
+    observed: Path  # the folder of the ranks' records
+    say: Callable[[str], None]  # is told what it waits for
+    budget: Budget
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.reason = ""  # why they were given up
         self.cpu = self.spent = 0.0  # seconds used: in all, since a step
-        self.updates, self.tasks = 0, {}
-        self.asked, self.lines = 0.0, []  # when and where idle ranks were
-        self.looks = []  # (time, seconds used since the last, eager)
+        self.updates = 0
+        self.seconds: dict[str, float] = {}  # of a CPU, of each thread
+        self.asked = 0.0  # when idle ranks were asked where they are
+        self.lines: list[int | None] = []  # and where they were
+        self.samples: list[ActivitySample] = []
         self.begun = not self.launch.launcher.processes
         self.begin = self.last = self.stepped = self.said = time.monotonic()
 
-    def __call__(self):
+    def __call__(self) -> bool:
+        """Return whether the ranks are to be given up now."""
         now = time.monotonic()
         if now - self.last < 0.15:
             return False
@@ -57,72 +95,84 @@ class Patience:
         self.reason = self.look(now, updates)
         if now - self.said > SAYS and not self.reason:
             self.said = now
-            self.say(f"        still waiting after {now - self.begin:.0f} s: "
-                     f"{updates} updates made, over all ranks" + "".join(
-                         f", rank {rank} is in line {line}"
-                         for rank, line in enumerate(self.lines) if line))
+            text = (f"        still waiting after {now - self.begin:.0f} s: "
+                    f"{updates} updates made, over all ranks")
+            for rank, line in enumerate(self.lines):
+                if line:
+                    text += f", rank {rank} is in line {line}"
+            self.say(text)
         return bool(self.reason)
 
-    def look(self, now, updates):
-        """Why it is to end, "" if it is to go on."""
-        size = len(self.launch.jobs)
+    def look(self, now: float, updates: int) -> str:
+        """Return why the ranks are to end, "" if they are to go on.
+
+        Args:
+            now: as time.monotonic() says it.
+            updates: how many all ranks have made.
+        """
+        size, budget = len(self.launch.jobs), self.budget
         if self.launch.printed() > FLOOD:
             return "flood"
-        if updates > self.endless * size:
+        if updates > budget.endless * size:
             return "endless"
         activity = self.launch.activity()
         if activity is None:  # no such figures on this system
-            return "waits" if now - self.stepped > self.patience else ""
-        tasks, eager = activity
-        used = sum(seconds - self.tasks.get(task, 0.0)
-                   for task, seconds in tasks.items())
-        self.tasks = tasks
+            return "waits" if now - self.stepped > budget.patience else ""
+        used = sum(seconds - self.seconds.get(thread, 0.0)
+                   for thread, seconds in activity.seconds.items())
+        self.seconds = activity.seconds
         self.cpu += used
         self.spent += used
-        self.looks.append((now, used, eager))
+        self.samples.append(
+            ActivitySample(now, used, activity.eager))
         if not self.begun and any(self.observed.glob("*.jsonl")):
-            self.begun, self.looks = True, self.looks[-1:]
-        if not self.sleeps(self.idle if self.begun else UNSTARTED):
+            self.begun, self.samples = True, self.samples[-1:]
+        if not self.sleeps(budget.idle if self.begun else UNSTARTED):
             self.lines = []
         elif not self.begun:
             return "unstarted"
         elif not self.lines or now - self.asked > LOOKS:
             self.asked, self.lines = now, self.launch.lines()
-            if hangs([read_events(self.observed / f"{rank}.jsonl")
-                      for rank in range(size)], self.lines, {
-                    rank for rank, job in enumerate(self.launch.jobs)
-                    if not job.is_alive()}):
+            events = [read_events(self.observed / f"{rank}.jsonl")
+                      for rank in range(size)]
+            ended = {rank for rank, job in enumerate(self.launch.jobs)
+                     if not job.is_alive()}
+            if hangs(events, self.lines, ended):
                 return "hangs"
-            if now - self.stepped > self.patience:
+            if now - self.stepped > budget.patience:
                 return "waits"
-        return "busy" if self.spent > self.allowed * size else ""
+        return "busy" if self.spent > budget.allowed * size else ""
 
-    def sleeps(self, seconds):
-        """Whether all ranks have been idle for that many seconds."""
+    def sleeps(self, seconds: float) -> bool:
+        """Return whether all ranks have been idle for that many seconds."""
         now = self.last
-        while now - self.looks[0][0] > seconds:
-            self.looks.pop(0)
-        watched = now - max(self.begin, self.looks[0][0])
-        busy = sum(used for _, used, _ in self.looks[1:])
-        wanted = sum(eager > 0 for _, _, eager in self.looks)
+        while now - self.samples[0].time > seconds:
+            self.samples.pop(0)
+        watched = now - max(self.begin, self.samples[0].time)
+        busy = sum(sample.used for sample in self.samples[1:])
+        wanted = sum(sample.eager > 0 for sample in self.samples)
         return (watched > 0.9 * seconds and busy < 0.05 * watched
-                and wanted < 0.2 * len(self.looks))
+                and wanted < 0.2 * len(self.samples))
 
 
-def hangs(events, stacks, ended):
-    """Whether the ranks of a job that is idle can never go on.
+def hangs(events: Sequence[list[Event]], lines: Sequence[int | None],
+          ended: Set[int]) -> bool:
+    """Return whether the ranks of a job that is idle can never go on.
 
     Idleness proves nothing: a script may wait for a download, a compiler or
     slow storage. Ranks hang if they have called different collectives of one
     group, or if each that waits in a call waits for a rank that has ended, or
     that waits for ever itself.
 
-    events: what each rank has recorded, see `read_events`. stacks: the line of
-    the script in which each rank is now, or None. ended: the set of the ranks
-    that have ended.
+    Args:
+        events: what each rank has recorded, see `read_events`.
+        lines: of the script in which each rank is now, or None.
+        ended: the ranks that have ended.
     """
     calls = [[event for event in those if "call" in event] for those in events]
-    made = defaultdict(lambda: defaultdict(list))  # group -> rank -> its calls
+    # group -> rank -> its calls
+    made: dict[str, dict[int, list[Event]]] = defaultdict(
+        lambda: defaultdict(list))
     for rank, those in enumerate(calls):
         for call in those:
             if call["call"] not in TO_ONE:
@@ -130,11 +180,12 @@ def hangs(events, stacks, ended):
     # in a call, and in no line after it
     inside = {rank: those[-1] for rank, those in enumerate(calls)
               if rank not in ended and those and those[-1]["lines"]
-              and those[-1]["lines"][0][0] == stacks[rank]}
+              and those[-1]["lines"][0][0] == lines[rank]}
     names = {call["call"] for call in inside.values()}
     if len(inside) == len(calls) and any(map(names.issubset, ONE_WAY)):
         return True
-    waits = {}  # rank -> those that have not come to the call it is in
+    # rank -> those that have not come to the call it is in
+    waits: dict[int, set[int]] = {}
     for rank, call in inside.items():
         if call["call"] in TO_ONE:
             continue
@@ -153,12 +204,13 @@ def hangs(events, stacks, ended):
     return bool(stuck)
 
 
-def kind(call):
-    """What has to be the same on all ranks."""
-    return call["call"], call["elements"] * (call["call"] == "allreduce")
+def kind(call: Event) -> tuple[str, int]:
+    """Return what has to be the same on all ranks."""
+    elements = call["elements"] if call["call"] == "allreduce" else 0
+    return call["call"], elements
 
 
-def read_events(file):
-    """The lines of a rank's record that are complete; [] if there is none."""
+def read_events(file: Path) -> list[Event]:
+    """Return the complete lines of a rank's record; [] if there is none."""
     lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]
