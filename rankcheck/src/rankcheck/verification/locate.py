@@ -1,7 +1,11 @@
 """Where several ranks part from one process that has the same samples."""
 
+from __future__ import annotations
+
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -11,6 +15,8 @@ from rankcheck.record.outputs import NUMBERS, Entry
 # makes of it is below the first: measured on a transformer of 24 layers, 1e-6
 # in fp32 and 4e-6 in bf16. What is between them may be either.
 AGREES, DIFFERS = 3e-5, 1e-4
+
+Axis: TypeAlias = Literal["rows", "columns"]  # of a tensor, with the samples
 
 
 @dataclass(frozen=True, order=True)
@@ -25,16 +31,21 @@ class Output:
 
 @dataclass(frozen=True)
 class View:
-    """How a tensor has a part for each sample."""
+    """How a tensor has a part for each sample; see `Entry`."""
 
     axis: str
     layout: str
-    shape: tuple
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What was computed of a sample in one of its forward passes."""
+    """What was computed of a sample in one of its forward passes.
+
+    Attributes:
+        name: the hash of what the model was given.
+        time: how often it was seen before.
+    """
 
     name: str
     time: int
@@ -42,114 +53,152 @@ class Sample:
 
 @dataclass(frozen=True)
 class OutputComparison:
-    """The outputs of several ranks beside those of one process."""
+    """The outputs of several ranks beside those of one process.
 
-    agreeing: tuple[Output, ...]  # before the first that does not
-    first: Output | None = None  # the first that differs
-    ranks: tuple[int, ...] = ()  # on which it does
-    kinds: dict[Output, str] | None = None  # the classes of their modules
-    unsure: bool = False  # whether one before is neither
-    whole: bool = False  # whether the last that one process has was compared
-    error: str = ""  # why nothing was recorded
+    Attributes:
+        agreeing: those before the first that does not.
+        first: the first that differs.
+        ranks: those on which it does.
+        kinds: the classes of the modules.
+        unsure: whether one before is neither equal nor different for certain.
+        whole: whether the last that one process has was compared.
+        error: why nothing was recorded.
+    """
+
+    agreeing: tuple[Output, ...]
+    first: Output | None = None
+    ranks: tuple[int, ...] = ()
+    kinds: Mapping[Output, str] = field(default_factory=dict)
+    unsure: bool = False
+    whole: bool = False
+    error: str = ""
 
 
-Sketches = dict[Output, dict[View, dict[Sample, torch.Tensor]]]
+# Of one output: the sketch of each sample, as each view shows it
+Sketches: TypeAlias = dict[View, dict[Sample, torch.Tensor]]
 
 
-def read(record: dict | None) -> tuple[Sketches, dict[Output, str]]:
-    """(what a rank has recorded, the classes), in the order of the calls."""
-    found: Sketches = defaultdict(lambda: defaultdict(dict))
+class Recorded(NamedTuple):
+    """What a rank has recorded, in the order of the calls.
+
+    Attributes:
+        sketches: of each output.
+        kinds: the class of the module that has put it out.
+    """
+
+    sketches: dict[Output, Sketches]
+    kinds: dict[Output, str]
+
+
+def read(record: Mapping[str, Any] | None) -> Recorded:
+    """Sort what rankcheck.record.outputs has recorded on a rank."""
+    found: dict[Output, Sketches] = defaultdict(lambda: defaultdict(dict))
     kinds: dict[Output, str] = {}
-    times: Counter = Counter()
-    for values in record["entries"] if record else ():
+    times: Counter[tuple[Output, View, str]] = Counter()
+    if record is None:
+        return Recorded(found, kinds)
+    for values in record["entries"]:
         entry = Entry(**values)
         output = Output(entry.model, entry.name, entry.call, entry.leaf)
         view = View(entry.axis, entry.layout, tuple(entry.shape))
         kinds.setdefault(output, entry.kind)
-        flat = record["flat"][entry.start:entry.start
-                              + NUMBERS * entry.count].view(-1, NUMBERS)
-        for name, sketch in zip(record["samples"][entry.part][entry.axis],
-                                flat, strict=True):
+        end = entry.start + NUMBERS * entry.count
+        sketches = record["flat"][entry.start:end].view(-1, NUMBERS)
+        samples = record["samples"][entry.part][entry.axis]
+        for name, sketch in zip(samples, sketches, strict=True):
             key = output, view, name
             found[output][view][Sample(name, times[key])] = sketch
             times[key] += 1
-    return found, kinds
+    return Recorded(found, kinds)
 
 
-def compare_outputs(ranks: list[dict], single: dict, axis: str,
-                    split: frozenset, loosely: float) -> OutputComparison:
+def compare_outputs(ranks: Sequence[Mapping[str, Any]],
+                    single: Mapping[str, Any], axis: Axis,
+                    split: frozenset[str], loosely: float) -> OutputComparison:
     """Find the first output of one process that a rank has otherwise.
 
-    ranks, single: what each has seen. axis: "rows" or "columns", whichever
-    are the samples. split: hand-sharded parameters: what their modules put
-    out may be a part of a sum. loosely: how much larger an error may be.
+    Args:
+        ranks: what each rank has recorded.
+        single: what one process has recorded.
+        axis: whichever are the samples.
+        split: hand-sharded parameters: what their modules put out may be a
+            part of a sum.
+        loosely: how much larger an error may be.
     """
-    errors = [seen["outputs_error"] for seen in (*ranks, single)]
-    if any(errors):
-        return OutputComparison((), error=next(filter(None, errors)))
+    for seen in (*ranks, single):
+        if seen["outputs_error"]:
+            return OutputComparison((), error=seen["outputs_error"])
     good, kinds = read(single["outputs"])
-    each = [read(seen["outputs"])[0] for seen in ranks]
-    agreeing, unsure, last = [], False, None
+    each = [read(seen["outputs"]).sketches for seen in ranks]
+    agreeing: list[Output] = []
+    unsure, last = False, None
     for output in good:
         if holds_part(output, split):
             continue
-        amounts = [amount for one in each if (
-            amount := error_of(one.get(output), good[output], axis))
-            is not None]
-        if not amounts:
+        errors: dict[int, float] = {}  # of the ranks that have it
+        for rank, sketches in enumerate(each):
+            error = error_of(sketches.get(output), good[output], axis)
+            if error is not None:
+                errors[rank] = error
+        if not errors:
             continue
         last = output
-        if max(amounts) > DIFFERS * loosely:
-            return OutputComparison(
-                tuple(agreeing), output, tuple(
-                    rank for rank, one in enumerate(each) if (error_of(
-                        one.get(output), good[output], axis) or 0)
-                    > DIFFERS * loosely), kinds, unsure)
-        if max(amounts) > AGREES * loosely:
+        if max(errors.values()) > DIFFERS * loosely:
+            differing = tuple(rank for rank, error in errors.items()
+                              if error > DIFFERS * loosely)
+            return OutputComparison(tuple(agreeing), output, differing, kinds,
+                                    unsure)
+        if max(errors.values()) > AGREES * loosely:
             unsure = True
         agreeing.append(output)
     return OutputComparison(tuple(agreeing), kinds=kinds, unsure=unsure,
                             whole=last is not None and last == [*good][-1])
 
 
-def holds_part(output: Output, split: frozenset) -> bool:
-    """Whether the module has a hand-sharded parameter of its own."""
+def holds_part(output: Output, split: frozenset[str]) -> bool:
+    """Return whether the module has a hand-sharded parameter of its own."""
     owners = {name.partition(":")[2].rpartition(".")[0] for name in split}
     return output.name in owners
 
 
-def error_of(mine: dict | None, good: dict, axis: str) -> float | None:
-    """How far off it is for the samples of both, as the best view shows it;
-    None if there are none, or none of which both have a part alike.
+def error_of(mine: Sketches | None, good: Sketches, axis: Axis
+             ) -> float | None:
+    """Return how far off an output is for the samples of both.
+
+    As the view shows it in which that is least; None if both have no samples,
+    or none of which both have a part alike.
     """
+    mine = mine or {}
     errors = []
     for view, values in good.items():
-        theirs = (mine or {}).get(view, {})
+        theirs = mine.get(view, {})
         both = [sample for sample in values if sample in theirs]
         if view.axis == axis and both:
             errors.append(distance([theirs[sample] for sample in both],
                                    [values[sample] for sample in both]))
     for view, values in good.items():
-        theirs = [*(mine or {}).get(view, {}).values()]
-        if errors and view.axis == "whole" and theirs:
+        passes = [*mine.get(view, {}).values()]
+        if errors and view.axis == "whole" and passes:
             # what is the same in each pass is no matter of the samples
             first, *others = values.values()
-            several = [*others, *theirs]
+            several = [*others, *passes]
             errors.append(distance(several, [first] * len(several)))
     return min(errors, default=None)
 
 
 def distance(mine: list[torch.Tensor], good: list[torch.Tensor]) -> float:
-    """The largest difference of sketches, relative to their lengths."""
+    """Return the largest difference of sketches, relative to their lengths.
+    """
     ours, known = torch.stack(mine), torch.stack(good)
     same = (known == ours) | (known.isnan() & ours.isnan())
     scale = known[:, 0].square().mean().sqrt().clamp(min=1e-30)
     largest = torch.where(same, 0.0, (ours - known).abs()).max()
-    return (largest / scale).nan_to_num(torch.inf).item()
+    relative: float = (largest / scale).nan_to_num(torch.inf).item()
+    return relative
 
 
 def explain_outputs(found: OutputComparison) -> str:
-    """Where the ranks part from one process, "" if that was not seen."""
+    """Say where the ranks part from one process, "" if that was not seen."""
     modules = len({(one.model, one.name) for one in found.agreeing})
     if found.error:
         return ("where they part was not seen: recording the modules' outputs "
@@ -179,7 +228,7 @@ def explain_outputs(found: OutputComparison) -> str:
     return f"for the same samples the outputs of all {modules} modules agree"
 
 
-def join_ranks(ranks: tuple[int, ...]) -> str:
+def join_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     words = f"ranks {', '.join(map(str, ranks[:4]))}"
@@ -188,8 +237,8 @@ def join_ranks(ranks: tuple[int, ...]) -> str:
     return words
 
 
-def words_of(output: Output, kinds: dict[Output, str]) -> str:
-    """A module's name, as its model calls it, with its class."""
+def words_of(output: Output, kinds: Mapping[Output, str]) -> str:
+    """Return a module's name, as its model calls it, with its class."""
     text = output.name or "the model"
     text += f" ({kinds[output]})"
     if output.call:
