@@ -3,11 +3,14 @@
 A launcher before it is left out, as verify is one itself: `torchrun x.py`.
 """
 
+from __future__ import annotations
+
 import importlib.machinery
 import os
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,20 +24,37 @@ TELLS = {"deepspeed": ["--local_rank={rank}"],
 
 @dataclass(frozen=True)
 class Program:
-    """What is to be verified."""
+    """What is to be verified.
+
+    Attributes:
+        script: the file that is run.
+        flags: its own.
+        module: its name, as after python -m; or "".
+        launcher: the one that was left out, with its own flags; or "".
+    """
 
     script: Path
-    flags: tuple  # its own
-    module: str = ""  # its name, as after python -m
-    launcher: str = ""  # that was left out, with its own flags
+    flags: tuple[str, ...]
+    module: str = ""
+    launcher: str = ""
 
     @property
-    def name(self):
+    def name(self) -> str:
         return f"-m {self.module}" if self.module else self.script.name
 
-    def with_size(self, size, run, more=()):
-        """Its flags, and more, with {n}, {16/n}, {2*n} and {run} replaced."""
-        def value(found):
+    def with_size(self, size: int, run: str, more: Iterable[str] = ()
+                  ) -> list[str]:
+        """Return its flags, with {n}, {16/n}, {2*n} and {run} replaced.
+
+        Args:
+            size: the number of processes, n.
+            run: the name of the run.
+            more: further flags.
+
+        Raises:
+            UserError: a number is not divisible by the size.
+        """
+        def value(found: re.Match[str]) -> str:
             number, sign = int(found[1] or 1), found[2] or "*"
             if sign == "*":
                 return str(number * size)
@@ -46,13 +66,20 @@ class Program:
             "{run}", run) for flag in (*self.flags, *more)]
 
 
-def read(words):
-    """The `Program` of a command line, of which one -- is verify's: it comes
-    before the script, or else right behind it.
+def read(words: Iterable[str]) -> Program:
+    """Read the words of a command line, of which one -- is verify's.
+
+    It comes before the script, or else right behind it.
+
+    Raises:
+        UserError: they name no script that can be verified.
     """
-    before = list(words[:1]) == ["--"]
-    words = list(words)[before:]
-    launcher, told = "", []
+    words = [*words]
+    before = words[:1] == ["--"]
+    if before:
+        del words[0]
+    launcher = ""
+    told: list[str] = []
     while words:
         word, module = Path(words[0]).name, words[0] == "-m"
         if re.fullmatch(r"python[\d.]*", word):
@@ -63,13 +90,13 @@ def read(words):
                 module and words[1:] and words[1] in LAUNCHERS):
             launcher = words[1] if module else word
             told = TELLS.get(launcher, [])
-            words = after_flags(words[1 + module:], launcher)
+            words = after_flags(words[2 if module else 1:], launcher)
         else:
             break
     require(words, "name the script: rankcheck verify -n 2 -- train.py "
             "--its-flags")
     require(words[0] != "-c", "verify needs a script in a file, not -c")
-    end = 1 + module
+    end = 2 if module else 1
     if not before and words[end:end + 1] == ["--"]:
         del words[end]
     if module:
@@ -85,8 +112,9 @@ def read(words):
     return Program(script, (*told, *words[1:]), launcher=launcher)
 
 
-def is_program(word):
-    """Whether a shell would start it, and it is no script of Python's here."""
+def is_program(word: str) -> bool:
+    """Return whether a shell would start it, and it is no script of Python's.
+    """
     if not os.path.isfile(word):
         return bool(shutil.which(word))
     if word.endswith(".py") or not os.access(word, os.X_OK):
@@ -95,8 +123,9 @@ def is_program(word):
         return b"python" not in file.readline()
 
 
-def after_flags(words, launcher):
-    """What follows a launcher's own flags: a script, or -m and a module."""
+def after_flags(words: list[str], launcher: str) -> list[str]:
+    """Return what follows a launcher's flags: a script, or -m and a module.
+    """
     for i, word in enumerate(words):
         if word in ("-m", "--module"):
             return ["-m", *words[i + 1:]]
@@ -106,15 +135,18 @@ def after_flags(words, launcher):
                     "launcher: rankcheck verify -n 2 -- train.py --its-flags")
 
 
-def find_module(name):
-    """The file that `python -m NAME` runs here."""
+def find_module(name: str) -> Path:
+    """Return the file that `python -m NAME` runs here."""
     path = [os.getcwd(), *sys.path]
     for part in (*name.split("."), "__main__"):
         found = importlib.machinery.PathFinder.find_spec(part, path)
-        require(found, f"there is no module {name} here: {part} was not "
-                "found in the current folder, nor where it was installed")
-        if found.submodule_search_locations is None:
+        if found is None:
+            raise UserError(
+                f"there is no module {name} here: {part} was not found in the "
+                "current folder, nor where it was installed")
+        folders = found.submodule_search_locations
+        if folders is None and found.origin is not None:
             return Path(found.origin)
-        path = list(found.submodule_search_locations)
+        path = list(folders or ())
     raise UserError(f"{name} is a package without a __main__.py: name one of "
                     "its modules")
