@@ -10,53 +10,66 @@ It reports events, dictionaries that JSON can hold:
 Only the standard library, from Python 3.9 on: a notebook's kernel imports it.
 """
 
+from __future__ import annotations
+
 import json
 import shutil
 import sys
 import textwrap
+from typing import Any
 
 
 class Quiet:
-    """Reports nothing."""
+    """Reports nothing.
+
+    Attributes:
+        interrupted: what is written when the program is interrupted.
+    """
 
     interrupted = b"\ninterrupted\n"
 
-    def report(self, **event):
-        """Tell of an event: see above."""
+    def report(self, **event: Any) -> None:
+        """Tell of an event, one argument: see above."""
 
-    def say(self, text=""):
+    def say(self, text: str = "") -> None:
+        """Tell a line of text."""
         self.report(say=text)
 
 
 class Terminal(Quiet):
     """Prints what is said and found."""
 
-    def __init__(self):
-        self.told = set()
+    def __init__(self) -> None:
+        self.told: set[str] = set()  # hints, each of which is printed once
         self.tty = sys.stdout.isatty()
         self.width = shutil.get_terminal_size().columns if self.tty else 79
 
-    def report(self, **event):
+    def report(self, **event: Any) -> None:
         (kind, value), = event.items()
         if kind == "say":
             self.print(value)
         if kind == "finding":
             self.tell(*value)
 
-    def tell(self, verdict, text, hint):
+    def tell(self, verdict: str, text: str, hint: str) -> None:
+        """Print a finding."""
         self.print(f"  {verdict:4}  {text}", 8)
         if hint and hint not in self.told:
             self.print(f"        -> {hint}")
         self.told.add(hint)
 
-    def print(self, text, indent=None):
-        """Print lines; in a terminal a long one is wrapped between words."""
+    def print(self, text: str, indent: int | None = None) -> None:
+        """Print lines; in a terminal a long one is wrapped between words.
+
+        indent: of what follows in a long line; None: that of the line.
+        """
         for line in text.split("\n"):
             if self.tty:
+                spaces = indent
+                if spaces is None:
+                    spaces = len(line) - len(line.lstrip())
                 line = textwrap.fill(
-                    line, self.width, subsequent_indent=" " * (
-                        len(line) - len(line.lstrip())
-                        if indent is None else indent),
+                    line, self.width, subsequent_indent=" " * spaces,
                     break_long_words=False, break_on_hyphens=False)
             print(line, flush=True)
 
@@ -66,5 +79,5 @@ class Events(Quiet):
 
     interrupted = b""
 
-    def report(self, **event):
+    def report(self, **event: Any) -> None:
         print(json.dumps(event), flush=True)

@@ -14,6 +14,8 @@ A file that was there before is never changed, and nothing is left beside it:
   compares the user's own files before and after.
 """
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import os
@@ -27,6 +29,13 @@ from pathlib import Path
 
 from rankcheck.system.errors import UserError, show_path
 from rankcheck.system.hook import with_hook
+
+TYPE_CHECKING = False  # a guarded Python loads this: nothing more than needed
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from typing import Any, Union
+
+    AnyPath = Union[str, bytes, os.PathLike[str], os.PathLike[bytes]]
 
 SMALL = 1_000_000  # bytes of a file that is copied at once
 MOST = 2_000  # entries of a folder that is copied with all that is in it
@@ -42,9 +51,9 @@ BY_WHOM = ("by another program, or by what the script has started or compiled:"
 # what is there away, or puts something else in its place; it changes the
 # content, of which what was there before may be needed, or not.
 NEW, ENTRY, CONTENT, EMPTY = range(4)
-# The audit events of changes: the place of the path among their arguments,
-# and of the open folder that it is relative to, if it can be
-CHANGES = {
+# The audit events of changes: the kind, the place of the path among their
+# arguments, and of the open folder that it is relative to, if it can be
+CHANGES: dict[str, list[tuple[int, int, int | None]]] = {
     "os.chmod": [(CONTENT, 0, 2)], "os.chown": [(CONTENT, 0, 3)],
     "os.link": [(CONTENT, 0, 2), (NEW, 1, 3)], "os.mkdir": [(NEW, 0, 2)],
     "os.remove": [(ENTRY, 0, 1)], "os.removexattr": [(CONTENT, 0, None)],
@@ -62,14 +71,17 @@ class Sandbox:
     ours: str  # the folder of all that the program writes
     top: str  # right in that, it stands for /: `top/home/me` is /home/me
 
-    def __call__(self, log=None):
-        """Guard this process, its forked workers, and the Python it starts."""
+    def __call__(self, log: Any = None) -> None:
+        """Guard this process, its forked workers, and the Python it starts.
+
+        log: as any probe gets it; not needed.
+        """
         os.environ |= {GUARDED: f"{__name__}:{self.top}",
                        "PYTHONPATH": with_hook(os.environ)}
         inside = threading.local()  # what the guard itself opens is no change
         sys.dont_write_bytecode = True
 
-        def guard(changes):
+        def guard(changes: Iterable[tuple[int, Any]]) -> None:
             if not getattr(inside, "guard", False):
                 inside.guard = True
                 try:
@@ -78,7 +90,7 @@ class Sandbox:
                 finally:
                     inside.guard = False
 
-        def on_event(event, args):
+        def on_event(event: str, args: Sequence[Any]) -> None:
             if event == "open":
                 flags = args[2] or 0
                 if flags & os.O_TRUNC:
@@ -91,21 +103,35 @@ class Sandbox:
                 guard([(kind, absolute(args, path, folder))
                        for kind, path, folder in CHANGES[event]])
             elif event == "import" and args[0] == "torch.serialization":
-                torch = sys.modules["torch._C"]
+                torch: Any = sys.modules["torch._C"]
                 write = torch.PyTorchFileWriter  # by a file's name, unseen
-                torch.PyTorchFileWriter = lambda file, *args, **kwargs: (
-                    guard([(EMPTY, file)]) or write(file, *args, **kwargs))
+
+                def guarded_write(file: Any, *args: Any, **kwargs: Any) -> Any:
+                    guard([(EMPTY, file)])
+                    return write(file, *args, **kwargs)
+
+                torch.PyTorchFileWriter = guarded_write
 
         sys.addaudithook(on_event)
         opened = os.open  # whose event does not tell the open folder
-        os.open = lambda path, flags, mode=0o777, *, dir_fd=None: opened(
-            absolute((path, dir_fd), 0, 1), flags, mode, dir_fd=dir_fd)
+
+        def guarded_open(path: AnyPath, flags: int, mode: int = 0o777, *,
+                         dir_fd: int | None = None) -> int:
+            return opened(absolute((path, dir_fd), 0, 1), flags, mode,
+                          dir_fd=dir_fd)
+
+        os.open = guarded_open
         os.supports_dir_fd.add(os.open)
         if "torch" in sys.modules:
             on_event("import", ["torch.serialization"])
 
-    def before_change(self, kind, path):
-        """Put a copy where `path` leads, or end this process."""
+    def before_change(self, kind: int, path: Any) -> None:
+        """Put a copy where `path` leads, or end this process.
+
+        Args:
+            kind: of the change, from `NEW` to `EMPTY`.
+            path: as the event tells it: also an open file.
+        """
         if not isinstance(path, (str, bytes, os.PathLike)):
             return  # an open file
         path = os.path.abspath(os.fsdecode(path))
@@ -119,7 +145,8 @@ class Sandbox:
             if not is_below(place, self.ours):
                 self.before_change_outside(kind, place)
 
-    def before_change_outside(self, kind, place):
+    def before_change_outside(self, kind: int, place: str) -> None:
+        """End this process if it would change what was there before."""
         if not os.path.lexists(place):
             self.note("made", place)
             return
@@ -132,7 +159,7 @@ class Sandbox:
             self.note("refused", place)
             os._exit(1)
 
-    def copy_up(self, kind, path):
+    def copy_up(self, kind: int, path: str) -> None:
         """Make what is on the way to `path` folders and files of the copy."""
         with open(f"{self.ours}/{NOTES}/lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -154,7 +181,7 @@ class Sandbox:
                 elif not names:
                     self.copy_file(place, here, kind == EMPTY)
 
-    def follow(self, link, room):
+    def follow(self, link: str, room: Room) -> None:
         """Let a link in the copy lead to a copy of what it leads to."""
         place = os.path.realpath(link)
         if os.path.exists(place) and not is_below(place, self.ours):
@@ -166,8 +193,14 @@ class Sandbox:
                 os.unlink(link)
                 os.symlink(self.top + place, link)
 
-    def copy_file(self, place, here, empty):
-        """Put a copy in the place of a link to a file, whole or not at all."""
+    def copy_file(self, place: str, here: str, empty: bool) -> None:
+        """Put a copy in the place of a link to a file, whole or not at all.
+
+        Args:
+            place: of the file.
+            here: the link in the copy.
+            empty: whether the content is not needed.
+        """
         if not stat.S_ISREG(os.stat(place).st_mode):
             return
         part = f"{self.ours}/{NOTES}/copy"
@@ -179,34 +212,50 @@ class Sandbox:
             with contextlib.suppress(OSError):
                 os.unlink(part)
 
-    def note(self, name, place):
+    def note(self, name: str, place: str) -> None:
+        """Tell the guards of other processes, and the check, of a place."""
         with contextlib.suppress(OSError), open(
                 f"{self.ours}/{NOTES}/{name}", "a") as file:
             file.write(f"{place}\n")
 
-    def noted(self, name):
+    def noted(self, name: str) -> list[str]:
+        """Return what was noted under this name."""
         file = Path(self.ours, NOTES, name)
         return file.read_text().splitlines() if file.exists() else []
 
-    def require_kept(self, remedy):
+    def require_kept(self, remedy: str) -> None:
         """Raise `UserError` if a rank was ended, as it would change a file."""
         for place in self.noted("refused")[:1]:
             raise UserError(f"{place} was there before, and the script was "
                             f"about to change it: it is as it was. {remedy}")
 
-    def name(self, path):
-        """Where the copy of a file is."""
+    def name(self, path: str | Path) -> Path:
+        """Return where the copy of a file is."""
         return Path(self.top + os.path.abspath(path))
 
-    def as_known(self, text):
-        """A text with the paths as the user knows them."""
+    def as_known(self, text: str) -> str:
+        """Return a text with the paths as the user knows them."""
         return text.replace(self.top, "")
 
 
-def absolute(args, path, folder):
-    """The path among an event's arguments; None for an open file."""
-    path, folder = args[path], args[folder] if folder and (
-        folder < len(args)) else None
+@dataclass
+class Room:
+    """How many bytes may still be copied at once."""
+
+    left: int = ROOM
+
+
+def absolute(args: Sequence[Any], place: int, folder_place: int | None) -> Any:
+    """Return the path among an event's arguments; None for an open file.
+
+    Args:
+        args: of the event.
+        place: of the path among them.
+        folder_place: of the open folder that it is relative to, or None.
+    """
+    path, folder = args[place], None
+    if folder_place and folder_place < len(args):
+        folder = args[folder_place]
     if isinstance(folder, int) and folder >= 0:
         with contextlib.suppress(OSError, TypeError):
             return os.path.join(os.readlink(f"/proc/self/fd/{folder}"),
@@ -214,22 +263,24 @@ def absolute(args, path, folder):
     return path
 
 
-def is_below(path, folder):
+def is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(f"{folder.rstrip('/')}/")
 
 
-def make(ours, name, script):
-    """A `Sandbox` with a copy of the current folder and of a script, in
-    ours/name: one that is there already is taken as it is.
+def make(ours: str | Path, name: str, script: str | Path) -> Sandbox:
+    """Make a copy of the current folder and of a script, in ours/name.
+
+    One that is there already is taken as it is.
     """
     ours, cwd = os.path.realpath(ours), os.getcwd()
+    top = f"{ours}/{name}"
     os.makedirs(f"{ours}/{NOTES}", exist_ok=True)
-    sandbox = Sandbox(ours, top := f"{ours}/{name}")
+    sandbox = Sandbox(ours, top)
     if not os.path.exists(top):
         os.makedirs(top + cwd)
         for folder in Path(cwd).parents:
-            fill(f"{top}{folder}", folder)
-        room = [ROOM] if len(os.listdir(cwd)) <= MOST else None
+            fill(f"{top}{folder}", str(folder))
+        room = Room() if len(os.listdir(cwd)) <= MOST else None
         fill(top + cwd, cwd, room)
         for link in sorted(walk(top + cwd, MOST),  # folders before theirs
                            key=lambda link: os.path.realpath(link.path)):
@@ -239,19 +290,18 @@ def make(ours, name, script):
     return sandbox
 
 
-def fill(copy, folder, room=None):
+def fill(copy: str, folder: str, room: Room | None = None) -> None:
     """Give each entry of `folder` one in `copy`, unless it has one: `give`."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             give(f"{copy}/{name}", os.path.join(folder, name), room)
 
 
-def give(place, path, room):
+def give(place: str, path: str, room: Room | None) -> None:
     """Make at `place` what is at `path`, or a link to that.
 
-    room: [the bytes that may still be copied]; a folder is copied with all
-    that is in it, if that is little, not hidden and not the copy itself.
-    None: there are only links.
+    room: for copies; a folder is copied with all that is in it, if that is
+    little, not hidden and not the copy itself. None: there are only links.
     """
     try:
         if os.path.islink(path):
@@ -262,9 +312,9 @@ def give(place, path, room):
             os.mkdir(place)
             fill(place, path, room)
         elif room and os.path.isfile(path) and (
-                size := os.path.getsize(path)) <= min(SMALL, room[0]):
+                size := os.path.getsize(path)) <= min(SMALL, room.left):
             shutil.copy2(path, place)
-            room[0] -= size
+            room.left -= size
         else:
             os.symlink(path, place)
     except FileExistsError:
@@ -275,16 +325,22 @@ def give(place, path, room):
             os.symlink(path, place)
 
 
-def leads_out(entry, folder):
-    """Whether it is a link to what is neither in the folder nor above it."""
-    place = entry.is_symlink() and os.path.realpath(entry.path)
-    return place and not is_below(place, folder) and not is_below(
-        folder, place)
+def leads_out(entry: os.DirEntry[str], folder: str) -> bool:
+    """Return whether it is a link to what is neither in the folder nor above
+    it.
+    """
+    if not entry.is_symlink():
+        return False
+    place = os.path.realpath(entry.path)
+    return not is_below(place, folder) and not is_below(folder, place)
 
 
-def walk(folder, most):
-    """Entries below a folder, near ones first; not in hidden ones, caches."""
-    found, folders = [], deque([folder])
+def walk(folder: str, most: int) -> list[os.DirEntry[str]]:
+    """Return entries below a folder, near ones first; none in hidden folders
+    and caches.
+    """
+    found: list[os.DirEntry[str]] = []
+    folders = deque([folder])
     while folders and len(found) < most:
         with contextlib.suppress(OSError), os.scandir(
                 folders.popleft()) as entries:
@@ -296,15 +352,29 @@ def walk(folder, most):
     return found[:most]
 
 
+@dataclass(frozen=True)
+class FileState:
+    """What changes with a file: its inode, its size in bytes, and the time of
+    its last change in ns.
+    """
+
+    inode: int
+    size: int
+    changed: int
+
+
 class Kept:
     """The files of the current folder, to see which of them are changed."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.before = self.look()
 
-    def look(self):
-        """{path: what changes with it}, except what this process prints to."""
-        found, cwd = {}, os.getcwd()
+    def look(self) -> dict[str, FileState]:
+        """Return the state of each file, by its path, except what this
+        process prints to.
+        """
+        found: dict[str, FileState] = {}
+        cwd = os.getcwd()
         own = {os.stat(name).st_ino for name in ("/dev/stdout", "/dev/stderr")
                if os.path.exists(name)}
         entries = walk(cwd, LOOKS)
@@ -316,15 +386,19 @@ class Kept:
                 now = entry.stat()
                 if now.st_ino not in own and entry.is_file(
                         follow_symlinks=leads_out(entry, cwd)):
-                    found[entry.path] = (
+                    found[entry.path] = FileState(
                         now.st_ino, now.st_size, now.st_mtime_ns)
         return found
 
-    def changed(self):
-        """Say which have changed, or are gone, since this was asked last."""
+    def changed(self) -> str:
+        """Say which have changed, or are gone, since this was asked last; ""
+        if none has.
+        """
         now = self.look()
         names = [show_path(path) for path, before in self.before.items()
                  if now.get(path) != before]
         self.before = now
+        if not names:
+            return ""
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return names and f"{', '.join(names[:3])}{more} changed meanwhile"
+        return f"{', '.join(names[:3])}{more} changed meanwhile"

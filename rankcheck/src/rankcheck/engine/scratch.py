@@ -2,6 +2,8 @@
 folder that is always removed.
 """
 
+from __future__ import annotations
+
 import ast
 import contextlib
 import fcntl
@@ -12,7 +14,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from rankcheck.engine import fork_server
 from rankcheck.system.errors import UserError, read_regular, require, show_path
@@ -29,8 +34,12 @@ NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE",
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
-def read_script(script):
-    """Its bytes, read once: what is saved meanwhile is not mixed in."""
+def read_script(script: str | Path) -> bytes:
+    """Return its content, read once: what is saved meanwhile is not mixed in.
+
+    Raises:
+        UserError: it cannot be read, or is no script.
+    """
     name = show_path(script)
     try:
         data = read_regular(script, LARGEST + 1)
@@ -42,39 +51,45 @@ def read_script(script):
     return data
 
 
-def require_python(script, data):
+def require_python(script: str | Path, data: bytes) -> None:
     """Raise a `UserError` unless these bytes of a script can be parsed."""
     name = show_path(script)
     try:
         ast.parse(data, Path(script).name)
     except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None)
-        raise UserError(f"{name}: " + (f"line {line}: " if line else "")
-                        + f"{getattr(error, 'msg', error)}") from error
+        place, line = name, getattr(error, "lineno", None)
+        if line:
+            place = f"{name}: line {line}"
+        message = getattr(error, "msg", error)
+        raise UserError(f"{place}: {message}") from error
     except (RecursionError, MemoryError) as error:
         raise UserError(f"{name}: an expression is nested too deeply, or the "
                         "memory is full") from error
 
 
 @contextlib.contextmanager
-def scratch_folder(word):
-    """Gives a folder, and ends all on Ctrl-C, SIGTERM, or a closed terminal.
+def scratch_folder(word: bytes) -> Iterator[Path]:
+    """Give a folder, and end all on Ctrl-C, SIGTERM, or a closed terminal.
 
-    word: bytes that are written then.
+    word: what is written to stdout then.
 
     An exception would be lost where Python cannot raise one, as in a clean-up
     or while a module of torch is imported: the handler itself ends the
     processes, removes the folder, and leaves.
     """
-    folder, before = None, {}
+    folder: Path | None = None
+    before: dict[int, Any] = {}  # the handler of each signal, or SIG_DFL, ...
 
-    def leave(number, frame):
+    def leave(number: int, frame: FrameType | None) -> None:
         for other in before:
             signal.signal(other, signal.SIG_IGN)
-        for end in (fork_server.end_all, lambda: folder and remove(folder),
-                    lambda: os.write(1, word)):
-            with contextlib.suppress(Exception):
-                end()
+        with contextlib.suppress(Exception):
+            fork_server.end_all()
+        with contextlib.suppress(Exception):
+            if folder:
+                remove(folder)
+        with contextlib.suppress(Exception):
+            os.write(1, word)
         os._exit(128 + number)
 
     if threading.current_thread() is threading.main_thread():
@@ -86,11 +101,11 @@ def scratch_folder(word):
     finally:
         if folder:
             remove(folder)
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for known, handler in before.items():
+            signal.signal(known, handler)
 
 
-def remove(folder):
+def remove(folder: Path) -> None:
     """Remove a folder, in which a process that is ending may still write."""
     for _ in range(20):
         if not folder.exists():
@@ -99,8 +114,8 @@ def remove(folder):
         time.sleep(0.02)
 
 
-def make_folder():
-    """A new folder: with room, and not too deep.
+def make_folder() -> Path:
+    """Make a new folder: with room, and not too deep.
 
     It holds a mark, which is locked while this process lives. Folders whose
     mark nobody holds any more are of checks that were killed (kill -9), and
@@ -118,13 +133,14 @@ def make_folder():
     if shutil.disk_usage(parent).free < ROOM:
         raise full(parent)
     folder = Path(tempfile.mkdtemp(prefix="check-", dir=parent))
-    mark = os.open(folder / MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    fcntl.flock(mark, fcntl.LOCK_EX)  # until this process ends
-    os.write(mark, OURS.encode())
+    own = os.open(folder / MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(own, fcntl.LOCK_EX)  # until this process ends
+    os.write(own, OURS.encode())
     return folder
 
 
-def full(folder):
+def full(folder: str | Path) -> UserError:
+    """Return the error that there is no room in the folder."""
     return UserError(f"{folder} is full: make room there, or name another "
                      "folder for temporary files, export TMPDIR=...")
 
@@ -132,13 +148,18 @@ def full(folder):
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}  # all GPUs
 
 
-def quiet_environment(temporary, hidden=HIDDEN):
-    """The environment, without a launcher's variables and the GPUs.
+def quiet_environment(temporary: str | Path,
+                      hidden: Mapping[str, str] = HIDDEN) -> dict[str, str]:
+    """Return the environment, without a launcher's variables and the GPUs.
 
     The processes are on one machine, which may lack the network that the site
     names for its nodes: they meet on the loopback interface.
+
+    Args:
+        temporary: the folder for temporary files.
+        hidden: variables that hide GPUs.
     """
-    return {key: value for key, value in os.environ.items()
-            if key not in NAMES and not key.startswith(LAUNCHERS)} | {
-                **hidden, "GLOO_SOCKET_IFNAME": LOOPBACK,
-                "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
+    env = {key: value for key, value in os.environ.items()
+           if key not in NAMES and not key.startswith(LAUNCHERS)}
+    return {**env, **hidden, "GLOO_SOCKET_IFNAME": LOOPBACK,
+            "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
