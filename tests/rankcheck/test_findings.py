@@ -12,7 +12,7 @@ from rankcheck.engine import exits
 from rankcheck.engine.findings import Finding, Line
 from rankcheck.engine.ranks import Rank
 from rankcheck.record.tensors import assemble, describe
-from rankcheck.verification import comparison
+from rankcheck.verification import comparison, runs
 from rankcheck.verification.questions import resume
 from workshop.board import Terminal
 from workshop.check.command import Check, Mistake, lines_as_in
@@ -65,7 +65,7 @@ Stack (most recent call first):
     ("", "ImportError: attempted relative import with no known parent "
      "package\n", "attempted relative import", "-m package.module")])
 def test_what_follows_from_an_error(out, err, says, hint):
-    finding = comparison.how_it_ends(trial(Rank(1, out, err), asked=[]))
+    finding = runs.how_it_ends(trial(Rank(1, out, err), asked=[]))
     assert says in finding.text
     assert hint in finding.advice and bool(hint) == bool(finding.advice)
 

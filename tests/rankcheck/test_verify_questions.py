@@ -48,15 +48,15 @@ def recorded(tmp_path_factory):
     @functools.cache
     def record(name):
         script, = (one for one in SCRIPTS if one.name == name)
-        trials, start = {}, command.start
+        trials, start = {}, command.Experiment.start
 
-        def keep(*about, **more):
-            size, _, kind, *_ = about[6:]
-            trials[size, kind] = start(*about, **more)
-            return trials[size, kind]
+        def keep(experiment, planned):
+            trial = start(experiment, planned)
+            trials[planned.size, planned.kind] = trial
+            return trial
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(command, "start", keep)
+            patch.setattr(command.Experiment, "start", keep)
             outcome(script, tmp_path_factory.mktemp("script"))
         return pickle.dumps(trials)
 
@@ -77,8 +77,9 @@ def answers(recorded, monkeypatch):
                     found.setdefault(question.title, finding)
             return findings
 
-        def start(size, steps, kind, flags, gpus):
-            return trials.get((size, kind)) or copy.deepcopy(trials[1, ""])
+        def start(planned):
+            return trials.get((planned.size, planned.kind)) or copy.deepcopy(
+                trials[1, ""])
 
         monkeypatch.setattr(questions, "ask", note)
         answers = questions.verify(Runs(start, 2, 4))
@@ -513,7 +514,8 @@ def test_what_an_own_error_leaves(recorded):
     """Other questions are answered; the status is 2."""
     trials = recorded(RIGHT)
     on(0, rates=[None])(trials)
-    made = questions.verify(Runs(lambda size, *_: trials[size, ""], 2, 4))
+    made = questions.verify(Runs(
+        lambda planned: trials[planned.size, ""], 2, 4))
     error, = made.internal_errors
     assert error.startswith("the ranks read different samples: TypeError: ")
     assert made.findings and not made.uncompared
@@ -608,10 +610,10 @@ def test_a_model_that_is_wrapped_is_not_to_be_wrapped(answers):
 
 def test_another_name_of_a_run_is_no_other_error():
     """With a CPU in a GPU's place it fails alike, but for {run} in a flag."""
-    def start(size, steps, kind, flags, gpus):
+    def start(planned):
+        run = "run-1-gpus" if planned.gpus else "run-1"
         return Trial(Path("x.py"), [Rank(
-            2, "", f"x.py: error: what is run-1{'-gpus' * gpus}?")],
-            seen=[None], events=[[]])
+            2, "", f"x.py: error: what is {run}?")], seen=[{}], events=[[]])
 
     _, ended = Runs(start, 2, 4).of_first("alone")
     assert ended.text.endswith("what is run-1?") and not ended.advice
@@ -726,7 +728,7 @@ def test_a_script_that_refuses_several_nodes(
     trials[2, "nodes"].script = trials[2, ""].script = script
     trials[2, "nodes"].ranks = [Rank(1, "", error.format(script=script))] * 2
     answers = questions.verify(Runs(
-        lambda size, steps, kind, flags, gpus: trials[size, kind], 2, 4))
+        lambda planned: trials[planned.size, planned.kind], 2, 4))
     assert refused == any("several nodes: the script refuses them" in text
                           for text in answers.not_checked)
     assert refused != any(finding.verdict == "FAIL"
@@ -739,7 +741,7 @@ def test_all_ranks_may_see_one_gpu_alone(answers, recorded):
     trials = recorded(RIGHT)
     change(trials)
     made = questions.verify(Runs(
-        lambda size, steps, kind, flags, gpus: trials[size, kind], 2, 4))
+        lambda planned: trials[planned.size, planned.kind], 2, 4))
     assert any("all take number 0" in text for text in made.not_checked)
 
 

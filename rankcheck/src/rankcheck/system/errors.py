@@ -23,6 +23,8 @@ KILLED = ("the system ended a process, most likely because the memory is "
 class UserError(Exception):
     """Something that the user can fix: shown as one line, no traceback."""
 
+    status = 1  # with which the course's commands end
+
 
 class InternalError(UserError):
     """rankcheck itself failed in a rank: the run says nothing of the script.

@@ -8,16 +8,22 @@ import math
 import shlex
 import shutil
 import sys
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from rankcheck.engine import fork_server, sandbox, scratch
-from rankcheck.engine.findings import Report, warn
-from rankcheck.engine.hang_detector import PATIENCE
+from rankcheck.engine import fork_server, run, sandbox, scratch
+from rankcheck.engine.findings import Finding, Report, warn
+from rankcheck.engine.hang_detector import PATIENCE, Budget
 from rankcheck.engine.report import Events, Quiet, Terminal
 from rankcheck.system.errors import NotCompared, UserError, require, show_path
 from rankcheck.system.version import require_torch
-from rankcheck.verification.program import read
+from rankcheck.verification.program import Program, read
+
+if TYPE_CHECKING:  # they import torch
+    from rankcheck.engine.trial import Trial
+    from rankcheck.verification.runs import PlannedRun
 
 MOST = 64  # processes on this machine's CPU
 WATCHES = ("rankcheck.record.training", "rankcheck.record.torch_api")
@@ -35,7 +41,18 @@ TEMPORARY = {"nodes": "tmp-nodes"}  # nothing is left in it by a run before
 IDLE = 10.0  # seconds in which no rank does anything: does it hang?
 
 
-def add_arguments(parser):
+class Options(TypedDict):
+    """What the command line says beside the program, for `examine`."""
+
+    size: int
+    steps: int
+    resume_with: str | None
+    device: str
+    patience: float
+    allow_uncompared: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", type=int, default=2, dest="size", metavar="N",
                         help="the number of processes (2)")
     parser.add_argument("--steps", type=int, default=4,
@@ -67,12 +84,13 @@ def add_arguments(parser):
 def main(args: argparse.Namespace) -> int:
     """Return the exit status: 0, 1 if something is wrong, 2 if not verified.
     """
-    options = {name: getattr(args, name) for name in (
-        "size", "steps", "resume_with", "device", "patience",
-        "allow_uncompared")}
+    options: Options = {
+        "size": args.size, "steps": args.steps,
+        "resume_with": args.resume_with, "device": args.device,
+        "patience": args.patience, "allow_uncompared": args.allow_uncompared}
     try:
         if args.json:
-            return print_document(args, options)
+            return print_document(args.program, options)
         report = verify(args.program, events=args.events, **options)
     except UserError as error:
         error.status = 2  # whichever command has called this
@@ -82,20 +100,25 @@ def main(args: argparse.Namespace) -> int:
     return report.status
 
 
-def print_document(args: argparse.Namespace, options: dict) -> int:
-    """Print what was found as one JSON document; return the exit status."""
-    words = args.program[args.program[:1] == ["--"]:]
-    document = {"schema": SCHEMA, "script": "".join(words[:1]),
-                "flags": words[1:], "processes": args.size,
-                "steps": args.steps, "device": args.device, "status": 2,
-                "error": "interrupted", "findings": [], "not_checked": []}
+def print_document(words: list[str], options: Options) -> int:
+    """Print what was found as one JSON document; return the exit status.
+
+    words: the program, as `read` takes it.
+    """
+    given = words[1:] if words[:1] == ["--"] else words
+    document: dict[str, Any] = {
+        "schema": SCHEMA, "script": "".join(given[:1]), "flags": given[1:],
+        "processes": options["size"], "steps": options["steps"],
+        "device": options["device"], "status": 2, "error": "interrupted",
+        "findings": [], "not_checked": []}
     out = Quiet()
-    out.interrupted, findings = b"", ()
+    out.interrupted = b""
+    findings: Sequence[Finding] = ()
     try:
-        program = read(args.program)
+        program = read(words)
         document |= {"script": show_path(program.script),
                      "flags": [*program.flags]}
-        report = examine(args.program, **options, out=out)
+        report = examine(words, **options, out=out)
         findings = report.findings
         document |= {"not_checked": [*report.not_checked],
                      "error": report.error or None, "status": report.status}
@@ -109,11 +132,12 @@ def print_document(args: argparse.Namespace, options: dict) -> int:
         print(json.dumps(document, indent=2, allow_nan=False))
     if report.error:
         print(f"error: {report.error}", file=sys.stderr)
-    return document["status"]
+    return report.status
 
 
-def describe(finding, script):
-    """What JSON says of a finding."""
+def describe(finding: Finding, script: str) -> dict[str, Any]:
+    """Return what JSON says of a finding. script: as the document names it.
+    """
     return {"question": finding.question or None, "verdict": finding.verdict,
             "text": finding.text, "advice": finding.advice,
             "ranks": [*finding.ranks],
@@ -123,13 +147,19 @@ def describe(finding, script):
                         for name, value in finding.numbers.items()}}
 
 
-def verify(*given, events: bool = False, **options) -> Report:
-    """Print the answers, with `events` in JSON, for a `Board` elsewhere.
+def verify(words: list[str], size: int, steps: int,
+           resume_with: str | None = None, device: str = "cpu",
+           patience: float = PATIENCE, allow_uncompared: bool = False, *,
+           events: bool = False) -> Report:
+    """Run a script as one and as several processes, and print the answers.
 
-    Further arguments: see `examine`.
+    Args:
+        events: print JSON, for a `Board` elsewhere.
+        Others: see `examine`.
     """
     out = Events() if events else Terminal()
-    report = examine(*given, **options, out=out)
+    report = examine(words, size, steps, resume_with, device, patience,
+                     allow_uncompared, out=out)
     out.say("not checked:")
     for text in report.not_checked:
         out.report(finding=["", text, ""])
@@ -144,13 +174,14 @@ def verify(*given, events: bool = False, **options) -> Report:
     return report
 
 
-def examine(program: list[str], size: int, steps: int,
+def examine(words: list[str], size: int, steps: int,
             resume_with: str | None = None, device: str = "cpu",
             patience: float = PATIENCE, allow_uncompared: bool = False, *,
             out: Quiet) -> Report:
     """Run a script as one and as several processes, and compare.
 
     Args:
+        words: the script, or -m and a module, and its flags: see `read`.
         out: is told how far it has come, and the findings.
         Others: see `rankcheck.verify`; size is its n.
 
@@ -161,7 +192,7 @@ def examine(program: list[str], size: int, steps: int,
     require(1 < size <= MOST and steps > 0,
             f"-n is 2 to {MOST}, --steps 1 or more")
     require_torch()
-    program = read(program)
+    program = read(words)
     if device == "gpu":
         import torch
 
@@ -169,12 +200,9 @@ def examine(program: list[str], size: int, steps: int,
         require(count >= size, f"--device gpu takes a GPU for each of the "
                 f"{size} processes, and this machine has {count}")
     data = scratch.read_script(program.script)
-    preload = [*fork_server.PRELOAD, *WATCHES, *(
+    preload = [*run.PRELOAD, *WATCHES, *(
         name for name in PRELOAD if name.split(".")[0].encode() in data)]
-    try:
-        resume_flags = resume_with and shlex.split(resume_with)
-    except ValueError as error:
-        raise UserError(f"--resume-with: {error}") from None
+    resume_flags = split_flags(resume_with)
     files = sandbox.Kept()
     with scratch.scratch_folder(out.interrupted) as folder:
         fork_server.get_servers(preload, size, 0)  # import torch meanwhile
@@ -183,13 +211,14 @@ def examine(program: list[str], size: int, steps: int,
 
         (folder / "tmp").mkdir()
         files.changed()  # by others, while torch was imported
-        out.say(f"{program.name} as 1 and as {size} processes, {steps} updates"
-                f" on the {device.upper()}" + (
-                    f" ({program.launcher} and its own flags are left out)"
-                    if program.launcher else ""))
-        made = runs.Runs(partial(
-            start, program, folder, preload, out.say, device, patience,
-            processes=size), size, steps, device, resume_flags)
+        text = (f"{program.name} as 1 and as {size} processes, {steps} "
+                f"updates on the {device.upper()}")
+        if program.launcher:
+            text += f" ({program.launcher} and its own flags are left out)"
+        out.say(text)
+        experiment = Experiment(program, size, device, patience, folder,
+                                preload, out.say)
+        made = runs.Runs(experiment.start, size, steps, device, resume_flags)
         answers = questions.verify(made)
         findings = answers.findings
         if changed := files.changed():
@@ -205,52 +234,96 @@ def examine(program: list[str], size: int, steps: int,
                   tuple(answers.internal_errors))
 
 
-def start(program, folder, preload, say, device, patience,
-          size, steps, kind="", flags=(), gpus=False, processes=1):
-    """Start a program under observation: a `Trial`.
+def split_flags(text: str | None) -> list[str] | None:
+    """Split the flags that resume a run, as a shell does."""
+    if text is None:
+        return None
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"--resume-with: {error}") from None
 
-    folder: for all of its runs. size: of how many processes; steps, kind: of
-    `Rows`, "nodes" if they believe that they are on two. flags: further ones.
-    gpus: whether a CPU stands in for them. processes: how many there are in
-    the run of several.
+
+@dataclass(frozen=True)
+class Experiment:
+    """A program that is to be verified, and how all of its runs are made.
+
+    Attributes:
+        program: what is run.
+        size: the number of processes in the runs of several.
+        device: "gpu" where there are GPUs, else "cpu".
+        patience: seconds without an update after which idle ranks are given
+            up.
+        folder: of all that the runs need and leave.
+        preload: modules that are imported once for all ranks.
+        say: is told what a run waits for.
     """
-    from rankcheck.engine.exits import explain
-    from rankcheck.engine.trial import LITTLE, SECONDS, Trial, watch
-    from rankcheck.record import training
 
-    seen = folder / f"{size}-{kind}{'-gpus' * gpus}"
-    place = "saved" if kind == "resumed" else kind  # it goes on there
-    name = (f"{folder.name[-8:]}-{size}" + "-gpus" * gpus  # always new
-            + f"-{place}" * bool(place))
-    temporary = folder / TEMPORARY.get(kind, "tmp")
-    temporary.mkdir(exist_ok=True)
-    copy = sandbox.make(folder, name, program.script)
-    cwd, script = copy.name(Path.cwd()), copy.name(program.script)
-    if program.module and not script.is_relative_to(cwd):
-        script = program.script  # it is imported where it is installed
-    trial = watch(
-        Trial(script), [*program.with_size(size, name, flags)], seen, say,
-        {"allowed": SECONDS, "idle": IDLE, "patience": patience},
-        world_size=size, module=program.module,
-        place=str(cwd) if program.module else None,
-        probes=[copy, *training.probes(
-            seen, size, steps, kind, gpus, device,
-            {"": 1, "still": processes}.get(kind, 0))],
-        nodes=2 if kind == "nodes" else 1,
-        env=TORCHRUN | scratch.quiet_environment(
-            temporary, {} if device == "gpu" else ON_CPU),
-        preload=preload, within=folder, cwd=str(cwd),
-        hashes=int(kind == "hashes"))
-    copy.require_kept(REMEDY)
-    if trial.gave_up == "waits":
-        raise NotCompared(
-            f"{program.name}, {size} process{'es' * (size > 1)}: "
-            f"{explain(trial).text}. If it needs longer: --patience SECONDS")
-    if not all(trial.seen) and shutil.disk_usage(folder).free < LITTLE:
-        raise scratch.full(folder.parent)  # where checkpoints were saved
-    if kind != "saved":
-        shutil.rmtree(copy.top, ignore_errors=True)  # large checkpoints
-    trial.script, trial.copy = program.script, copy.top
-    for rank in trial.ranks:
-        rank.out, rank.err = map(copy.as_known, (rank.out, rank.err))
-    return trial
+    program: Program
+    size: int
+    device: str
+    patience: float
+    folder: Path
+    preload: Sequence[str]
+    say: Callable[[str], None]
+
+    def start(self, planned: PlannedRun) -> Trial:
+        """Start the program, watch it, and return what came of it.
+
+        Raises:
+            NotCompared: the ranks were idle for too long.
+            UserError: the script could not be run.
+        """
+        from rankcheck.engine.exits import explain
+        from rankcheck.engine.trial import LITTLE, SECONDS, Trial, watch
+        from rankcheck.record import training
+
+        program, folder = self.program, self.folder
+        size, kind = planned.size, planned.kind
+        stand_in = "-gpus" if planned.gpus else ""
+        seen = folder / f"{size}-{kind}{stand_in}"
+        name = f"{folder.name[-8:]}-{size}{stand_in}"  # always new
+        if kind == "resumed":
+            name += "-saved"  # it goes on there
+        elif kind:
+            name += f"-{kind}"
+        temporary = folder / TEMPORARY.get(kind, "tmp")
+        temporary.mkdir(exist_ok=True)
+        copy = sandbox.make(folder, name, program.script)
+        cwd, script = copy.name(Path.cwd()), copy.name(program.script)
+        if program.module and not script.is_relative_to(cwd):
+            script = program.script  # it is imported where it is installed
+        # of how many updates the modules' outputs are recorded
+        outputs = {"": 1, "still": self.size}.get(kind, 0)
+        hidden = {} if self.device == "gpu" else ON_CPU
+        trial = watch(
+            Trial(script), program.with_size(size, name, planned.flags), seen,
+            self.say, Budget(SECONDS, idle=IDLE, patience=self.patience),
+            env=TORCHRUN | scratch.quiet_environment(temporary, hidden),
+            world_size=size, module=program.module,
+            place=str(cwd) if program.module else None,
+            probes=[copy, *training.probes(
+                seen, size, planned.steps, kind, planned.gpus, self.device,
+                outputs)],
+            nodes=2 if kind == "nodes" else 1,
+            preload=self.preload, within=folder, cwd=str(cwd),
+            hashes=int(kind == "hashes"))
+        copy.require_kept(REMEDY)
+        if trial.gave_up == "waits":
+            raise NotCompared(self.describe_idle_run(size, explain(trial)))
+        if not all(trial.seen) and shutil.disk_usage(folder).free < LITTLE:
+            raise scratch.full(folder.parent)  # where checkpoints were saved
+        if kind != "saved":
+            shutil.rmtree(copy.top, ignore_errors=True)  # large checkpoints
+        trial.script, trial.copy = program.script, copy.top
+        for rank in trial.ranks:
+            rank.out = copy.as_known(rank.out)
+            rank.err = copy.as_known(rank.err)
+        return trial
+
+    def describe_idle_run(self, size: int, ended: Finding | None) -> str:
+        """Say what the ranks of a run waited in."""
+        processes = "process" if size == 1 else "processes"
+        text = ended.text if ended else ""
+        return (f"{self.program.name}, {size} {processes}: {text}. If it "
+                "needs longer: --patience SECONDS")

@@ -2,166 +2,198 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from rankcheck.engine.exits import explain
 from rankcheck.engine.findings import Finding, Questions, fail
-from rankcheck.engine.trial import Trial
+from rankcheck.engine.trial import Record, Trial
 from rankcheck.record.tensors import names, put_together, whole_here, without
-from rankcheck.verification.locate import compare_outputs
+from rankcheck.verification.locate import OutputComparison, compare_outputs
+from rankcheck.verification.runs import Runs
 
 LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative
 LOW = 30  # times that in bf16 or fp16
-AGAIN = ("verify runs it several times: {run} in a flag is another name each "
-         "time, as in --run-dir /tmp/run-{run}")
-HINTS = (  # words of the error with which the script has ended
-    ("finished reduction in the prior iteration", "some parameters get no "
-     "gradient, for which DDP waits: remove them, or "
-     "find_unused_parameters=True"),
-    ("FileExistsError", AGAIN),
-    ("attempted relative import", "it is a module of a package: rankcheck "
-     "verify -- -m package.module, from the folder of the package"))
-SPAWNS = ("verify starts the processes, as torchrun does: read RANK and "
-          "WORLD_SIZE of the environment, without mp.spawn")
-QUESTIONS = Questions()
-# Ask the decorated function about a `Comparison`: it gives several findings.
-# Of FSDP 1, whose tensors cannot be seen, only those of `QUESTIONS.add` ask.
-question = partial(QUESTIONS.add, where=lambda case: not case.asked("FSDP1"))
+
+# What a rank has recorded of an update; see rankcheck.record.rows
+Update: TypeAlias = dict[str, Any]
+Ask: TypeAlias = "Callable[[Comparison], Iterable[Finding]]"
+
+QUESTIONS: Questions[Comparison, Ask] = Questions()
+
+
+def shows_tensors(case: Comparison) -> bool:
+    """Return whether tensors were seen: those of FSDP 1 cannot be."""
+    return not case.asked("FSDP1")
+
+
+def question(title: str, where: Callable[[Comparison], bool] = shows_tensors
+             ) -> Callable[[Ask], Ask]:
+    """Ask the decorated function about a `Comparison`.
+
+    Of FSDP 1, only those of `QUESTIONS.add` ask.
+
+    Args:
+        title: what is right where the answer is "ok".
+        where: whether it is asked about a comparison.
+    """
+    return QUESTIONS.add(title, where=where)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A script's runs, and what the questions have learned of them."""
+    """A script's runs, and what the questions have learned of them.
 
-    runs: object  # a `Runs`, for others
-    alone: object  # as one process; None where it does not train as one
-    together: object  # as several
-    still: object = None  # as one that updates nothing, if that is compared
-    columns: bool = False  # whether the batch is the second dimension
-    apart: str = ""  # why it is compared with neither of the others, or ""
-    compared: int | None = None  # only so many updates, for that reason:
+    Attributes:
+        runs: from which others can be had.
+        alone: as one process; None where it does not train as one.
+        together: as several.
+        still: as one that updates nothing, if that is compared.
+        columns: whether the batch is the second dimension.
+        apart: why it is compared with neither of the others, or "".
+        compared: only so many updates are, for the reason that `later` says;
+            None: all.
+        later: see `compared`.
+        rate: the learning rate, by that of one process.
+        averaged: how often weights are, if gradients are not.
+        split: parameters of which ranks hold parts.
+        settings: which of the optimizer's are not one process's.
+        failed: whether a question has found a FAIL.
+        nodes: "" once it has run as two nodes, a text if it refuses that.
+    """
+
+    runs: Runs
+    alone: Trial | None
+    together: Trial
+    still: Trial | None = None
+    columns: bool = False
+    apart: str = ""
+    compared: int | None = None
     later: str = ""
-    rate: float = 1.0  # the learning rate, by that of one process
-    averaged: str = ""  # how often weights are, if gradients are not
-    split: frozenset = frozenset()  # parameters of which ranks hold parts
-    settings: str = ""  # which of the optimizer's are not one process's
-    failed: bool = False  # whether a question has found a FAIL
-    # "" once it has run as two nodes, a text if it refuses that
+    rate: float = 1.0
+    averaged: str = ""
+    split: frozenset[str] = frozenset()
+    settings: str = ""
+    failed: bool = False
     nodes: str | None = None
 
     @property
-    def size(self):
+    def size(self) -> int:
         return len(self.together.seen)
 
     @cached_property
-    def single(self):
+    def single(self) -> list[Update]:
         """What one process has recorded of its updates, [] if it has none."""
         return self.view(self.alone)[0] if self.alone else []
 
     @cached_property
-    def longest(self):
+    def longest(self) -> list[Update]:
         """The same of as many updates as have the same samples."""
         return self.view(self.still)[0] if self.still else self.single
 
     @cached_property
-    def updates(self):
+    def updates(self) -> list[tuple[Update, ...]]:
         """Of each update that all ranks have made, what each recorded."""
         return list(zip(*self.view(self.together), strict=False))
 
     @cached_property
-    def outputs(self):
-        """The modules' in the first update, an `OutputComparison`."""
+    def outputs(self) -> OutputComparison:
+        """The modules' outputs in the first update."""
+        single = self.still or self.alone
+        if single is None:
+            raise ValueError("there is no run of one process")
         return compare_outputs(
-            self.together.seen, (self.still or self.alone).seen[0],
+            self.together.seen, single.seen[0],
             "columns" if self.columns else "rows", self.split, self.loosely)
 
-    def view(self, trial):
-        """What each rank has recorded, with its samples, but no tensors that
-        are split by hand: nothing says which part of one a rank has.
+    def view(self, trial: Trial) -> list[list[Update]]:
+        """Return what each rank has recorded of its updates.
+
+        With its samples, but without the tensors that are split by hand:
+        nothing says which part of one a rank has.
         """
-        return [[update | {
-            "samples": update["columns" if self.columns else "rows"]} | {
-            name: without(state, self.split) for name, state in update.items()
-            if self.split and isinstance(state, dict) and "plain" in state}
-            for update in seen["updates"]] for seen in trial.seen]
+        return [[self.view_update(update) for update in seen["updates"]]
+                for seen in trial.seen]
+
+    def view_update(self, update: Update) -> Update:
+        samples = update["columns" if self.columns else "rows"]
+        shown = {**update, "samples": samples}
+        if not self.split:
+            return shown
+        for name, state in update.items():
+            if isinstance(state, dict) and "plain" in state:
+                shown[name] = without(state, self.split)
+        return shown
 
     @property
-    def loosely(self):
+    def loosely(self) -> int:
         """How much larger an error may be in low precision."""
         return LOW if any(seen["low"] for seen in self.together.seen) else 1
 
-    def elements(self, updates) -> int:
-        """How many elements the parameters of an update have, on all ranks.
+    def elements(self, updates: Sequence[Update]) -> int:
+        """Return how many elements an update's parameters have, on all ranks.
 
         With ZeRO-1 each rank's optimizer has some of them.
         """
         owned = [names(update["now"]) for update in updates]
         if all(one == owned[0] for one in owned):
-            return updates[0]["elements"]
-        shapes = {}
+            elements: int = updates[0]["elements"]
+            return elements
+        shapes: dict[str, tuple[int, ...]] = {}
         for seen in self.together.seen:
             shapes |= seen["shapes"]
         return sum(torch.Size(shapes[name]).numel()
-                   for name in set.union(*owned))
+                   for name in set().union(*owned))
 
     @property
-    def by_step(self):
+    def by_step(self) -> bool:
         """Whether the optimizer reduces the gradients, when it is called."""
         return all(update.get("within", 0) > 0.5 * update["elements"]
                    for updates in self.updates for update in updates)
 
     @property
-    def splits_matrices(self):
+    def splits_matrices(self) -> bool:
         """Whether parameters are sharded, and not by fully_shard alone."""
         sharded = self.updates[0][0]["gradients"]["sharded"].values()
-        return bool(self.split) or any(
-            sum("Shard" in kind for kind, _ in entry["placements"]) > 1
-            or not self.asked("fully_shard") for entry in sharded)
+        if self.split:
+            return True
+        fully_shard = self.asked("fully_shard")
+        for entry in sharded:
+            kinds = [kind for kind, _ in entry["placements"]]
+            if not fully_shard or sum("Shard" in kind for kind in kinds) > 1:
+                return True
+        return False
 
-    def asked(self, what):
+    def asked(self, what: str) -> list[Any]:
+        """Return the values with which the ranks have asked for something."""
         return [value for rank in range(self.size)
                 for value in self.together.asked(what, rank)]
 
-    def named(self, names):
-        """Parameters in words, in the optimizer's order."""
-        order = [name for seen in (*self.together.seen, *(
-            self.alone.seen if self.alone else ()))
-            for name in (*seen["shapes"], *seen["model"])]
+    def named(self, names: Iterable[str]) -> str:
+        """Return parameters in words, in the optimizer's order."""
+        records = [*self.together.seen]
+        if self.alone:
+            records += self.alone.seen
+        order = [name for seen in records
+                 for name in (*seen["shapes"], *seen["model"])]
         models = {name.partition(":")[0] for name in order}
-        words = [name.replace(":", ".") if len(models) > 1 else
-                 name.partition(":")[2] or name
-                 for name in sorted(names, key=order.index)]
-        return ", ".join(words[:3]) + (
-            f" and {len(words) - 3} more" if len(words) > 3 else "")
+        words = []
+        for name in sorted(names, key=order.index):
+            if len(models) > 1:
+                words.append(name.replace(":", "."))
+            else:
+                words.append(name.partition(":")[2] or name)
+        text = ", ".join(words[:3])
+        if len(words) > 3:
+            text += f" and {len(words) - 3} more"
+        return text
 
 
-def how_it_ends(trial, words=""):
-    """A finding where it has failed or made no update, else None."""
-    finding = explain(trial)
-    if finding:
-        finding.sentence.insert(0, words)
-        finding.hint = next(([hint] for word, hint in HINTS
-                             if word in finding.error), finding.hint)
-        if any(seen and trial.asked("spawn", rank)
-               for rank, seen in enumerate(trial.seen)):
-            finding.hint = [SPAWNS]
-        return finding
-    if not all(seen and seen["updates"] for seen in trial.seen):
-        last = [line for line in trial.ranks[0].out.splitlines()
-                if line.strip()][-1:]
-        return fail(f"{words}it makes no update by an optimizer of PyTorch"
-                    + "".join(f'; its last line: "{line[:200]}"'
-                              for line in last),
-                    "does it train with these flags, and without starting "
-                    "processes of its own?")
-    return None
-
-
-def rows(updates):
-    """All samples of several updates, as often as they are read."""
+def rows(updates: Iterable[Update]) -> list[str]:
+    """Return all samples of several updates, as often as they are read."""
     return [row for update in updates for row in update["samples"]]
 
 
@@ -183,8 +215,8 @@ class BatchComparison:
 
 def compare_batches(case: Comparison) -> BatchComparison:
     """Compare the samples of each update of the first optimizer."""
-    alone = [set(update["samples"]) for update
-             in case.single if update["optimizer"] == 0]
+    alone = [set(update["samples"]) for update in case.single
+             if update["optimizer"] == 0]
     together = [set(rows(updates)) for updates in case.updates
                 if updates[0]["optimizer"] == 0]
     if not case.alone:
@@ -212,7 +244,7 @@ def compare_batches(case: Comparison) -> BatchComparison:
                            f"from update {numbers[same]} on {reason}")
 
 
-def left_out(seen: dict) -> list[int]:
+def left_out(seen: Record) -> list[int]:
     """Return how many updates came before each that a rank has left out.
 
     A GradScaler leaves one out, or the script throws its gradients away.
@@ -220,7 +252,7 @@ def left_out(seen: dict) -> list[int]:
     return sorted([*seen["skipped"], *seen["discarded"]])
 
 
-def decisions(seen: dict) -> list[str]:
+def decisions(seen: Record) -> list[str]:
     """Return what a rank did with its gradients, time after time.
 
     "makes" for an update, else how it was left out.
@@ -263,25 +295,34 @@ def find_skips(trial: Trial) -> list[Finding]:
     return []
 
 
-def find_split(alone, together, ended):
-    """The parameters that are others, or smaller, than with one process.
+def find_split(alone: Trial, together: Trial, ended: Finding | None
+               ) -> frozenset[str]:
+    """Return the parameters that are others, or smaller, than with one
+    process.
 
     A script that shards by hand has them. With them, those of which the ranks
     have other numbers: each may own a table of its own. A parameter that is
     whole in each rank's model is not sharded, whichever optimizer has it
-    (ZeRO-1), nor if one process has no such parameter (`find_extra`). ended:
-    whether the ranks have failed, perhaps before an optimizer that no rank
+    (ZeRO-1), nor if one process has no such parameter (`find_extra`).
+
+    ended: a failure of the ranks, perhaps before an optimizer that no rank
     came to.
     """
     good = all_shapes(alone.seen[0])
-    known = set().union(*(seen["shapes"] for seen in together.seen),
-                        () if ended else alone.seen[0]["shapes"])
-    extra = find_extra(alone, together)
-    split = {name for seen in together.seen for name in known - extra
+    known: set[str] = set()
+    for seen in together.seen:
+        known |= seen["shapes"].keys()
+    if not ended:
+        known |= alone.seen[0]["shapes"].keys()
+    known -= find_extra(alone, together)
+    split = {name for seen in together.seen for name in known
              if all_shapes(seen).get(name) != good.get(name)}
-    kinds = ["before"] if split else ["before", "gradients"] if any(
-        "alltoall" in call["call"].replace("_", "")
-        for call in together.calls(0)) else []  # an expert is of one rank
+    kinds = []  # of tensors that show which parameters have other numbers
+    if split:
+        kinds = ["before"]
+    elif any("alltoall" in call["call"].replace("_", "")
+             for call in together.calls(0)):
+        kinds = ["before", "gradients"]  # an expert is of one rank
     for updates in zip(*(seen["updates"] for seen in together.seen),
                        strict=False):
         if kinds and all(update["before"] for update in updates):
@@ -290,7 +331,7 @@ def find_split(alone, together, ended):
     return frozenset(split)
 
 
-def all_shapes(seen: dict) -> dict[str, tuple[int, ...]]:
+def all_shapes(seen: Record) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a rank's parameters, in an optimizer or not."""
     return {**seen["model"], **seen["shapes"]}
 
@@ -315,9 +356,13 @@ def find_extra(alone: Trial, together: Trial) -> set[str]:
     return extra - differing
 
 
-def makes_up(case):
-    """Whether the ranks begin with one process's tensors or chunks of them."""
-    known = set()
+def makes_up(case: Comparison) -> bool:
+    """Return whether the ranks begin with one process's tensors, or with
+    chunks of them.
+    """
+    if not case.alone:
+        return False
+    known: set[bytes] = set()
     counts = [count for count in range(1, case.size + 1)
               if case.size % count == 0]
     for name, tensor in first_weights(case.alone.seen[0]):
@@ -326,28 +371,45 @@ def makes_up(case):
             return False  # it is too large to be kept whole
         for dim in range(len(shape)):
             for count in counts:
-                known |= {as_bytes(part) for part in tensor.view(
-                    shape).chunk(count, dim)}
+                chunks = tensor.view(shape).chunk(count, dim)
+                known |= {as_bytes(part) for part in chunks}
     return all(as_bytes(tensor) in known for seen in case.together.seen
                for name, tensor in first_weights(seen) if name in case.split)
 
 
-def first_weights(seen):
-    """Pairs of a name and a whole tensor, as a rank has begun."""
+def first_weights(seen: Record) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the values of each whole tensor, as a rank begins.
+    """
     for update in seen["updates"]:
         if update["before"]:
             yield from whole_here(update["before"]).items()
 
 
-def as_bytes(tensor):
-    return tensor.contiguous().numpy(force=True).tobytes()
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    """Return what the tensor has in memory, to compare it bit by bit."""
+    data: bytes = tensor.contiguous().numpy(force=True).tobytes()
+    return data
 
 
-def gradients_of(updates, alone, what="gradients"):
-    """(the ranks' together, a list of what each of `alone` has, their names).
+class SharedGradients(NamedTuple):
+    """The gradients that the ranks and several others all have.
 
-    Both are vectors of all that they share, None and [] if that is nothing;
-    the names come with their number of elements.
+    Attributes:
+        mine: of the ranks together, in one vector; None if there are none.
+        each: of each of the others, likewise; [] if there are none.
+        keys: the names of the parameters, with their number of elements.
+    """
+
+    mine: torch.Tensor | None
+    each: list[torch.Tensor]
+    keys: dict[str, int]
+
+
+def gradients_of(updates: Sequence[Update], alone: Iterable[Update],
+                 what: str = "gradients") -> SharedGradients:
+    """Return the gradients of an update, and what each of `alone` has.
+
+    what: of the latter: "gradients", "local", "sums" or "weighed".
     """
     mine = put_together(updates, "gradients")
     each = [put_together([update], what).tensors for update in alone]
@@ -355,13 +417,19 @@ def gradients_of(updates, alone, what="gradients"):
             if all(key in one and tensor.shape == one[key].shape
                    for one in each)}
     if mine.apart or not keys:
-        return None, [], keys
-    return flat(mine.tensors, keys), [flat(one, keys) for one in each], keys
+        return SharedGradients(None, [], keys)
+    return SharedGradients(flat(mine.tensors, keys),
+                           [flat(one, keys) for one in each], keys)
 
 
-def flat(tensors, keys):
+def flat(tensors: Mapping[str, torch.Tensor], keys: Iterable[str]
+         ) -> torch.Tensor:
+    """Return tensors in one vector, in the order of the keys."""
     return torch.cat([tensors[key].flatten() for key in keys])
 
 
-def off(value, good):
-    return ((value - good).norm() / good.norm().clamp(min=1e-30)).item()
+def off(value: torch.Tensor, good: torch.Tensor) -> float:
+    """Return the error of a vector, relative to the length of another."""
+    error: float = (
+        (value - good).norm() / good.norm().clamp(min=1e-30)).item()
+    return error

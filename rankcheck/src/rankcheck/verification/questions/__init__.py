@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 from rankcheck.engine.findings import Finding, Proof, Question
 from rankcheck.system.errors import describe_error
+from rankcheck.verification.choice import choose
 from rankcheck.verification.comparison import QUESTIONS, Comparison
 
 from rankcheck.verification.questions import (  # isort: skip
     begin, samples, optimizers, together, single, left, nodes, resume)
-from rankcheck.verification.runs import Runs, choose
+from rankcheck.verification.runs import Runs
 
 __all__ = ["QUESTIONS", "begin", "left", "nodes", "optimizers", "resume",
            "samples", "single", "together", "verify"]
@@ -48,9 +49,11 @@ class Answers:
 
 def verify(runs: Runs) -> Answers:
     """Ask all questions about a script's runs."""
-    comparison, findings, why = choose(runs)
-    if why:
-        return Answers(findings, [f"all else: {why}"], [why], [])
+    choice = choose(runs)
+    comparison, findings = choice.comparison, choice.findings
+    if comparison is None:
+        return Answers(findings, [f"all else: {choice.reason}"],
+                       [choice.reason], [])
     errors: list[str] = []
     for question in QUESTIONS:
         comparison = replace(comparison, failed=any(

@@ -7,10 +7,16 @@ from pathlib import Path
 
 import torch
 
-from rankcheck.engine.findings import Finding, counted, fail, ok, warn
+from rankcheck.engine.findings import (
+    Finding,
+    Learned,
+    counted,
+    fail,
+    ok,
+    warn,
+)
 from rankcheck.record.tensors import assemble, elements, pieces, put_together
 from rankcheck.verification.comparison import (
-    AGAIN,
     QUESTIONS,
     Comparison,
     as_bytes,
@@ -19,6 +25,7 @@ from rankcheck.verification.comparison import (
     first_weights,
     question,
 )
+from rankcheck.verification.runs import AGAIN
 
 
 @question("no run begins with what the one before has saved")
@@ -160,7 +167,7 @@ def start(case):
     alike = all(mine.tensors[name].shape == tensor.shape for name, tensor
                 in alone.tensors.items() if name in mine.tensors)
     if alike and not mine.error(alone) <= 1e-6:  # nan is not
-        learned = {"apart": case.apart or "the first weights differ"}
+        learned: Learned = {"apart": case.apart or "the first weights differ"}
         again, ended = case.runs("again")
         if ended:
             return [warn("the first weights are not those of one process; "

@@ -115,7 +115,7 @@ def all_on_the_first(case: Comparison) -> bool:
                where=lambda case: why_not(case) == NOT_YET)
 def as_two_nodes(case: Comparison) -> Iterator[Finding]:
     trial, ended = case.runs("nodes", fewer=max(0, case.runs.steps - STEPS))
-    if trial is None:  # it waited
+    if ended and trial.gave_up == "waits":
         yield ended
         return
     if ended and refuses(ended, case.together.script):

@@ -1,0 +1,156 @@
+"""Decides which runs of a script are compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from rankcheck.engine.findings import Finding, ok, warn
+from rankcheck.engine.trial import Trial
+from rankcheck.verification.comparison import (
+    Comparison,
+    compare_batches,
+    find_skips,
+    find_split,
+    rows,
+)
+from rankcheck.verification.runs import Runs, count_updates, reduces
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is compared, and what was found on the way there.
+
+    Attributes:
+        comparison: of the runs; None if no questions can be asked.
+        findings: about the runs themselves.
+        reason: why no questions can be asked, or "".
+    """
+
+    comparison: Comparison | None
+    findings: list[Finding]
+    reason: str = ""
+
+
+def choose(runs: Runs) -> Choice:
+    """Make the runs of one and of several processes, and compare them.
+
+    What one process cannot do is left out; a CPU stands in for GPUs where the
+    script does not run without them, or each process trains alone.
+    """
+    note = "it does not run without a GPU"
+    alone, refused = runs.of_first("alone")
+    if refused and (alone.gave_up or alone.killed):
+        return Choice(None, [refused], "it has to train as one process first")
+    if refused:  # by an assertion that there are several, perhaps
+        together, ended = runs.of_first("together")
+    else:
+        together, ended = runs("together")
+    if refused and ended:
+        return Choice(None, [refused, ended], "it trains neither as one "
+                      "process nor as several")
+    if not (refused or ended or runs.gpus or reduces(together)
+            or runs.device == "gpu"):
+        runs.gpus = True
+        one, fails = runs("alone")
+        several, fails_too = runs("together")
+        runs.gpus = not fails and not fails_too and reduces(several)
+        if runs.gpus:
+            alone, together = one, several
+            note = "without a GPU each process trains alone"
+    if ended and together.killed:
+        return Choice(None, [ended], "not all ranks came to their end")
+    updated = all(seen and seen["updates"] for seen in together.seen)
+    skips = find_skips(together)
+    uneven = skips or count_updates(together)
+    if skips and any(seen and together.asked("left", rank)
+                     for rank, seen in enumerate(together.seen)):
+        ended = None  # it follows: a rank was done, and others waited for it
+    if skips and updated:
+        uneven = []  # asked later, beside all else
+    if uneven or (ended and not updated):
+        if ended:
+            uneven = [*uneven, ended]
+        return Choice(None, uneven, "the ranks have not made the same number "
+                      "of updates")
+    findings = []
+    if runs.gpus:
+        findings.append(ok(f"{note}: a CPU stands in for GPUs, on which "
+                           'autocast("cuda") changes nothing'))
+    if refused:
+        findings.append(warn(refused.text, "only what needs no run as one "
+                             "process was looked at"))
+    if ended:
+        findings.append(ended)
+    comparison = Comparison(runs, None if refused else alone, together)
+    if not refused and not comparison.asked("FSDP1"):
+        comparison = replace(comparison, split=find_split(
+            alone, together, ended))
+    return compare(comparison, findings)
+
+
+def compare(comparison: Comparison, findings: list[Finding]) -> Choice:
+    """Choose the run of one process by the samples that each update has."""
+    batches = compare_batches(comparison)
+    columns = replace(comparison, columns=True)
+    if batches.factor is None or batches.updates is not None:
+        by_columns = compare_batches(columns)
+        if by_columns.factor and by_columns.updates is None:
+            comparison, batches = columns, by_columns
+    if batches.factor == comparison.size:
+        still, ended = comparison.runs("still")
+        if ended:
+            comparison = replace(comparison, apart="the third run failed")
+        else:
+            comparison = replace(comparison, still=still)
+        return Choice(comparison, findings)
+    reason = batches.reason
+    if reason and any(rows(comparison.single)):
+        repetition = reads_again(comparison)
+        reason = repetition.reason or reason
+        findings = findings + repetition.findings
+    if batches.factor is None:
+        return Choice(replace(comparison, apart=reason), findings)
+    return Choice(replace(comparison, compared=batches.updates, later=reason),
+                  findings)
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Whether one process reads the same samples when it is started again.
+
+    Attributes:
+        reason: why it cannot be compared with, or "".
+    """
+
+    reason: str = ""
+    findings: list[Finding] = field(default_factory=list)
+
+
+def reads_again(comparison: Comparison) -> Repetition:
+    """Find whether what one process reads depends on Python's hashes.
+
+    Those of strings: each rank has its own, and so has each start.
+    """
+    def samples(trial: Trial) -> list[list[str]]:
+        return [update["samples"] for update in comparison.view(trial)[0]]
+
+    def reads_the_same(name: str) -> bool | None:
+        """Return None if that was not seen."""
+        trial, ended = comparison.runs(name)
+        if ended:
+            return None
+        return samples(trial) == [
+            update["samples"] for update in comparison.single]
+
+    if reads_the_same("hashes") is not False:
+        return Repetition()
+    again = reads_the_same("again")
+    if again is None:
+        return Repetition()
+    if not again:
+        return Repetition("one process reads other samples each time that it "
+                          "is started: a seed makes them the same")
+    return Repetition(findings=[warn(
+        "what the model is given depends on Python's hashes of strings, which "
+        "differ from rank to rank and from start to start", "a set has "
+        "another order each time: sorted(set(words))")])
