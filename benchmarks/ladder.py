@@ -46,7 +46,8 @@ from backstage.device import device_name
 from backstage.errors import parse_flags, require, run_main
 from backstage.files import reading, show_path, write_atomically
 from backstage.process import count_cores
-from rankcheck.engine.ranks import Launch, Torchrun
+from rankcheck.engine.ranks import Launch
+from rankcheck.engine.run import Torchrun
 from workshop.jobs import interpreter
 from workshop.jobs.mpirun import Mpirun
 from workshop.results import runs as results

@@ -85,7 +85,7 @@ def require_writable(folder=ROOT):
 
 def modules_of(stage):
     """What to import before a stage's processes are forked, as a list."""
-    from rankcheck.engine.fork_server import PRELOAD  # not for Python 3.9
+    from rankcheck.engine.run import PRELOAD  # not for Python 3.9
 
     return [*PRELOAD, "tiktoken", "tyro", "regex", "backstage.run",
             "workshop.check.probe",

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import run_main
-from rankcheck.engine.ranks import Launch, Torchrun
+from rankcheck.engine.ranks import Launch
+from rankcheck.engine.run import Torchrun
 from rankcheck.why import witness
 from workshop.jobs.mpirun import Mpirun
 

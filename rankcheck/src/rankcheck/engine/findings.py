@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -117,7 +117,7 @@ class Finding:
     error: str = ""
     kind: str = ""
     ranks: Sequence[Any] = ()
-    numbers: dict[str, float] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
     question: str = ""
     learned: Learned = field(default_factory=Learned)
     proves: frozenset[Proof] = frozenset()
@@ -140,7 +140,7 @@ class Details(TypedDict, total=False):
 
     kind: str
     ranks: Sequence[int]
-    numbers: dict[str, float]
+    numbers: Mapping[str, float]
     learned: Learned
     proves: frozenset[Proof]
 

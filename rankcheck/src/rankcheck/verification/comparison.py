@@ -124,7 +124,8 @@ class Comparison:
         if not self.split:
             return shown
         for name, state in update.items():
-            if isinstance(state, dict) and "plain" in state:
+            has_tensors = isinstance(state, dict) and "plain" in state
+            if has_tensors:  # as rankcheck.record.tensors describes them
                 shown[name] = without(state, self.split)
         return shown
 
@@ -227,7 +228,8 @@ def compare_batches(case: Comparison) -> BatchComparison:
     if all(mine == good for mine, good in zip(together, alone, strict=False)):
         return BatchComparison(1)
     first = set.union(*alone[:case.size])
-    if alone[0] != together[0] == first and len(alone) >= case.size:
+    if (together[0] == first and alone[0] != first
+            and len(alone) >= case.size):
         return BatchComparison(case.size)
     same = next(i for i, (mine, good) in enumerate(zip(
         together, alone, strict=False)) if mine != good)
@@ -280,14 +282,16 @@ def find_skips(trial: Trial) -> list[Finding]:
         if len(mine) != len(each[0]) and ended[rank] and ended[0]:
             continue
         for at, pair in enumerate(zip(each[0], mine, strict=False)):
-            skips = [words != "makes" for words in pair]
-            if skips[0] == skips[1]:
+            first_makes, rank_makes = (words == "makes" for words in pair)
+            if first_makes == rank_makes:
                 continue
-            who, other = (rank, 0) if skips[1] else (0, rank)
+            who, other, reason = 0, rank, pair[0]
+            if first_makes:
+                who, other, reason = rank, 0, pair[1]
             update = mine[:at].count("makes")
             return [fail(
                 f"rank {who} leaves out a step before its update {update} "
-                f"({pair[skips[1]]}), and rank {other} makes it",
+                f"({reason}), and rank {other} makes it",
                 "let all ranks decide alike: all_reduce what the decision is "
                 "made from (a loss, a norm, found_inf)", ranks=[who],
                 numbers={"update": update},

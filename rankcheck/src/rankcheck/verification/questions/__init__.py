@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from rankcheck.engine.findings import Finding, Proof, Question
 from rankcheck.system.errors import describe_error
 from rankcheck.verification.choice import choose
-from rankcheck.verification.comparison import QUESTIONS, Comparison
+from rankcheck.verification.comparison import QUESTIONS, Ask, Comparison
 
 from rankcheck.verification.questions import (  # isort: skip
     begin, samples, optimizers, together, single, left, nodes, resume)
@@ -88,7 +88,8 @@ def by_update(findings):
             for finding in findings]
 
 
-def ask(question: Question, case: Comparison) -> list[Finding]:
+def ask(question: Question[Comparison, Ask], case: Comparison
+        ) -> list[Finding]:
     """Return a question's findings, each with the question's title."""
     if not question.where(case):
         return []
