@@ -181,10 +181,10 @@ def test_what_it_is_printed_to_has_not_changed(tmp_path):
             [sys.executable, "-c", "import os\n"
              "from rankcheck.engine.sandbox import Kept\nfiles = Kept()\n"
              "print('more', flush=True)\n"
-             "os.write(2, str(files.changed()).encode())"], stdout=log,
+             "os.write(2, repr(files.changed()).encode())"], stdout=log,
             stderr=subprocess.PIPE, cwd=tmp_path, text=True, check=True,
             env=os.environ | {"PYTHONPATH": CLONE_PATH}).stderr
-    assert told == "[]"
+    assert told == "''"
 
 
 def test_a_script_that_is_a_link_finds_what_is_beside_it(home, tmp_path):
