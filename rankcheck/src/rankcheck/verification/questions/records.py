@@ -1,0 +1,43 @@
+"""What the ranks have recorded, as the questions read it.
+
+A rank writes plain dictionaries. Their keys are listed at the top of
+rankcheck/src/rankcheck/record/training.py, of a run, and in
+rankcheck/src/rankcheck/record/rows.py, of an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from rankcheck.engine.trial import Trial
+from rankcheck.verification.comparison import Update
+
+# What several ranks, or one process in several updates, have recorded: for
+# each of them an update.
+Updates: TypeAlias = Sequence[Update]
+
+# Who opens a file: the number of a line of the script, 0 for another file
+# beside it, or the name of a library; see rankcheck/src/rankcheck/record/
+# files.py.
+Opener: TypeAlias = int | str
+
+
+class SamplerStart(NamedTuple):
+    """A DistributedSampler, as it begins an epoch.
+
+    Attributes:
+        ranks: among how many it divides its data.
+        seed: of the order.
+        subset: a digest of the indices of the `Subset` that it draws from;
+            False if it draws from another dataset.
+    """
+
+    ranks: int
+    seed: int
+    subset: str | bool
+
+
+def sampler_starts(trial: Trial, rank: int) -> list[SamplerStart]:
+    """Return each start of a DistributedSampler on a rank, in their order."""
+    return [SamplerStart(*start) for start in trial.asked("sampler", rank)]
