@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from rankcheck.engine.findings import (
     ok,
     warn,
 )
-from rankcheck.record.tensors import assemble, elements, pieces, put_together
+from rankcheck.record.tensors import elements, pieces, put_together
 from rankcheck.verification.comparison import (
     QUESTIONS,
     Comparison,
@@ -25,61 +26,96 @@ from rankcheck.verification.comparison import (
     first_weights,
     question,
 )
+from rankcheck.verification.questions.records import Updates
 from rankcheck.verification.runs import AGAIN
+
+# Relative, of all first weights as one vector. The same seed gives the same
+# bits, so that only rounding is left: one step of fp32 is 1.2e-7. Chosen for
+# that, not measured.
+SAME_START = 1e-6
 
 
 @question("no run begins with what the one before has saved")
-def leftovers(case):
-    results, used = set(), set()
-    for trial in filter(None, (case.alone, case.together, case.still)):
+def leftovers(case: Comparison) -> list[Finding]:
+    """Answer whether a run has read a file that an earlier one has written.
+    """
+    results: set[str] = set()
+    reused: set[str] = set()
+    for trial in (case.alone, case.together, case.still):
+        if trial is None:
+            continue
         for seen in trial.seen:
-            used |= results.intersection(seen["read"])
+            reused |= results.intersection(seen["read"])
         for seen in trial.seen:
             results.update(seen["results"])
-    names = ", ".join(sorted({Path(path).name for path in used})[:3])
+    if not reused:
+        return []
+    names = ", ".join(sorted({Path(path).name for path in reused})[:3])
     return [fail(f"it begins with {names}, which verify's run before has "
-                 "saved", AGAIN)] if used else []
+                 "saved", AGAIN)]
 
 
 @question("weights and losses are numbers, and not all gradients 0")
-def numbers(case):
+def numbers(case: Comparison) -> list[Finding]:
+    """Answer whether weights and losses are finite, and a gradient is not 0.
+    """
     for step, updates in enumerate(case.updates):
-        odd = {key for rank, update in enumerate(updates) if update["before"]
-               for key, _, part, _ in pieces(update["before"], rank)
-               if not part.isfinite().all()}
-        if odd:
+        names = find_nonfinite(updates)
+        if names:
             return [fail("the first weights are not finite numbers: "
-                         f"{case.named(odd)}", "to_empty() leaves what was "
+                         f"{case.named(names)}", "to_empty() leaves what was "
                          "in memory: give each of them a value")]
-        if any(loss != loss for update in updates
-               for loss in update["losses"]):
-            alone = any(loss != loss for update in case.single
-                        for loss in update["losses"])
-            return [fail(f"in update {step} the loss is nan"
-                         + ", with one process, too" * alone, "with nan "
-                         "nothing else can be compared")]
-    some = [part.any() for updates in case.updates
-            for rank, update in enumerate(updates)
-            for _, _, part, _ in pieces(update["gradients"], rank)]
-    if some and not any(some):
+        if has_nan_loss(updates):
+            text = f"in update {step} the loss is nan"
+            if has_nan_loss(case.single):
+                text += ", with one process, too"
+            return [fail(text, "with nan nothing else can be compared")]
+    nonzero = [bool(part.any()) for updates in case.updates
+               for part in gradient_parts(updates)]
+    if nonzero and not any(nonzero):
         return [warn("all gradients are 0", "does the loss depend on the "
                      "weights? nothing is learnt, nor compared")]
     return []
 
 
+def find_nonfinite(updates: Updates) -> set[str]:
+    """Return the parameters that a rank begins with nan or infinity in."""
+    found: set[str] = set()
+    for rank, update in enumerate(updates):
+        if not update["before"]:
+            continue
+        for name, _, part, _ in pieces(update["before"], rank):
+            if not part.isfinite().all():
+                found.add(name)
+    return found
+
+
+def has_nan_loss(updates: Updates) -> bool:
+    """Return whether a loss of one of the updates is nan."""
+    losses = [loss for update in updates for loss in update["losses"]]
+    return any(loss != loss for loss in losses)
+
+
+def gradient_parts(updates: Updates) -> list[torch.Tensor]:
+    """Return what the ranks have of the gradients of an update."""
+    return [part for rank, update in enumerate(updates)
+            for _, _, part, _ in pieces(update["gradients"], rank)]
+
+
 @question("the ranks know of each other")
-def joined(case):
-    if case.asked("init_process_group") or any(
-            seen["joined"] for seen in case.together.seen) or any(
-            update["reduced"] for updates in case.updates
-            for update in updates):
+def joined(case: Comparison) -> list[Finding]:
+    """Answer whether a rank joins a process group, or reduces anything."""
+    if (case.asked("init_process_group")
+            or any(seen["joined"] for seen in case.together.seen)
+            or any(update["reduced"] for updates in case.updates
+                   for update in updates)):
         return []
-    flag = re.search(r"--local[_-]rank", case.together.script.read_text(
-        errors="replace"))
-    return [fail(
-        "no rank joins a process group: each trains alone", "is it to be told "
-        f"its rank? {flag[0]} {{rank}} among its flags" if flag else
-        "torch.distributed.init_process_group()")]
+    script = case.together.script.read_text(errors="replace")
+    flag = re.search(r"--local[_-]rank", script)
+    hint = "torch.distributed.init_process_group()"
+    if flag:
+        hint = f"is it to be told its rank? {flag[0]} {{rank}} among its flags"
+    return [fail("no rank joins a process group: each trains alone", hint)]
 
 
 @QUESTIONS.add("all ranks leave out the same updates")
@@ -104,17 +140,29 @@ def parameters(case: Comparison) -> list[Finding]:
             "tie them again after to_empty(), or after loading: "
             "model.head.weight = model.embedding.weight",
             learned={"apart": "tied parameters are not tied"})]
-    are = "is" if len(extra) == 1 else "are"
     return [warn(
-        f"{counted(extra, 'parameter')} {are} trained on each rank, and not "
-        f"with one process: {case.named(extra)}", "right if the model depends "
-        "on the number of processes",
+        f"{counted(extra, 'parameter')} {verb_of(extra)} trained on each "
+        f"rank, and not with one process: {case.named(extra)}", "right if the "
+        "model depends on the number of processes",
         learned={"apart": "the model is another one"})]
+
+
+def verb_of(names: Collection[str]) -> str:
+    """Return "is" for one name, "are" for any other number."""
+    if len(names) == 1:
+        return "is"
+    return "are"
 
 
 @question("the ranks hold different parts of what is sharded by hand")
 def parts(case: Comparison) -> list[Finding]:
-    """Answer whether as many parts differ as make up the whole tensor."""
+    """Answer whether as many parts differ as make up the whole tensor.
+
+    It assumes that a parameter was drawn at random: one of equal numbers, as
+    zeros or ones, tells nothing and is left out. A script that copies a part
+    to several ranks on purpose is not told from one with a common seed, if
+    the copies are fewer than the parts.
+    """
     if not case.alone:
         return []
     whole = case.alone.seen[0]["shapes"]
@@ -125,10 +173,14 @@ def parts(case: Comparison) -> list[Finding]:
             if name in case.split and not (numbers == numbers[:1]).all():
                 values.setdefault(name, set()).add(as_bytes(tensor))
     shapes = case.together.seen[0]["shapes"]
-    twins = [name for name, different in values.items()
-             if name in shapes and name in whole
-             and len(different) < min(case.size, torch.Size(
-                 whole[name]).numel() // torch.Size(shapes[name]).numel())]
+    twins = []
+    for name, different in values.items():
+        if name not in shapes or name not in whole:
+            continue
+        count = torch.Size(whole[name]).numel() // torch.Size(
+            shapes[name]).numel()
+        if len(different) < min(case.size, count):
+            twins.append(name)
     if not twins:
         return []
     return [fail(
@@ -140,11 +192,11 @@ def parts(case: Comparison) -> list[Finding]:
 
 
 @question("the ranks begin with the weights of one process")
-def start(case):
-    firsts = [[update["before"] for update in updates]
-              for updates in case.updates if updates[0]["before"]]
-    for states in firsts:
-        whole = assemble(states)
+def start(case: Comparison) -> list[Finding]:
+    """Answer whether all ranks, and one process, begin with equal weights."""
+    firsts = [updates for updates in case.updates if updates[0]["before"]]
+    for updates in firsts:
+        whole = put_together(updates, "before")
         if whole.apart:
             rank = min(whole.differing)
             return [fail(f"rank {rank} begins with other weights than rank "
@@ -155,54 +207,96 @@ def start(case):
                          ranks=sorted(whole.differing))]
     if case.split:
         return [warn(
-            f"{counted(case.split, 'parameter')} "
-            f"{'is' if len(case.split) == 1 else 'are'} smaller than with one "
-            "process, others, or not in each rank's optimizer: "
+            f"{counted(case.split, 'parameter')} {verb_of(case.split)} smaller"
+            " than with one process, others, or not in each rank's optimizer: "
             f"{case.named(case.split)}",
             "right if the script shards them by hand: they are left out of "
             "what is compared",
             learned={"apart": case.apart or "parameters are split by hand"
                      })]
-    mine, alone = assemble(firsts[0]), put_together(case.single[:1], "before")
-    alike = all(mine.tensors[name].shape == tensor.shape for name, tensor
-                in alone.tensors.items() if name in mine.tensors)
-    if alike and not mine.error(alone) <= 1e-6:  # nan is not
-        learned: Learned = {"apart": case.apart or "the first weights differ"}
-        again, ended = case.runs("again")
-        if ended:
-            return [warn("the first weights are not those of one process; "
-                         "whether that begins alike each time was not "
-                         f"compared: started again, {ended.text}",
-                         ended.advice, learned=learned)]
-        if not put_together(again.seen[0]["updates"][:1], "before").error(
-                alone) <= 1e-6:
-            return [warn("one process begins with other weights each time "
-                         "that it is started", "set a seed, to compare",
-                         learned=learned)]
-        twins = drawn_twice(firsts[0])
-        if twins:
-            return [warn("all ranks have the same numbers in their parts of "
-                         f"{case.named(twins)}", "on a CPU a sharded tensor "
-                         "is filled so at random; GPUs draw others for each "
-                         "part", learned=learned)]
-        return [(fail if firsts[0][0]["sharded"] else warn)(
-            "the first weights are not those of one process", "the same seed "
-            "on all ranks right before the model is made", learned=learned)]
+    if not begin_alike(firsts[0], case.single[:1]):
+        return [other_start(case, firsts[0])]
+    states = [updates[0]["before"] for updates in firsts]  # rank 0's
     count = sum(len(state["plain"]) + len(state["sharded"])
-                for state, *_ in firsts)
+                for state in states)
     return [ok(f"all ranks begin with the same weights ({count} parameters)")]
 
 
-def drawn_twice(states):
-    """Names of which two ranks have other elements, but the same numbers."""
-    parts, twins = {}, set()
-    for rank, state in enumerate(states):
-        for key, entry in state["sharded"].items():
-            part, at = entry["part"].flatten(), elements(entry, rank)
-            other, there = parts.setdefault(key, (part, at))
-            some = min(len(part), len(other)) // 2  # they may be unequal
-            if (some > 1 and not (part == part[0]).all()  # it was drawn
-                    and part[:some].equal(other[:some])
-                    and not at[:some].equal(there[:some])):
-                twins.add(key)
+def begin_alike(updates: Updates, single: Updates) -> bool:
+    """Return whether the first weights are those of one process.
+
+    Weights of other shapes are not compared: they count as the same.
+
+    Args:
+        updates: the first of each rank.
+        single: the first of one process, if there is one.
+    """
+    ranks = put_together(updates, "before")
+    expected = put_together(single, "before")
+    for name, tensor in expected.tensors.items():
+        if name in ranks.tensors and ranks.tensors[name].shape != tensor.shape:
+            return True
+    return ranks.error(expected) <= SAME_START  # nan is not
+
+
+def other_start(case: Comparison, updates: Updates) -> Finding:
+    """Say why the first weights may be others than those of one process.
+
+    One process is started once more, to see whether it begins alike each time.
+
+    Args:
+        updates: the first of each rank.
+    """
+    learned: Learned = {"apart": case.apart or "the first weights differ"}
+    again, ended = case.runs("again")
+    if ended:
+        return warn("the first weights are not those of one process; "
+                    "whether that begins alike each time was not "
+                    f"compared: started again, {ended.text}",
+                    ended.advice, learned=learned)
+    repeated = put_together(again.seen[0]["updates"][:1], "before")
+    expected = put_together(case.single[:1], "before")
+    if not repeated.error(expected) <= SAME_START:
+        return warn("one process begins with other weights each time "
+                    "that it is started", "set a seed, to compare",
+                    learned=learned)
+    twins = drawn_twice(updates)
+    if twins:
+        return warn("all ranks have the same numbers in their parts of "
+                    f"{case.named(twins)}", "on a CPU a sharded tensor "
+                    "is filled so at random; GPUs draw others for each "
+                    "part", learned=learned)
+    text = "the first weights are not those of one process"
+    hint = "the same seed on all ranks right before the model is made"
+    if updates[0]["before"]["sharded"]:
+        return fail(text, hint, learned=learned)
+    return warn(text, hint, learned=learned)
+
+
+def drawn_twice(updates: Updates) -> set[str]:
+    """Return the sharded parameters of which two ranks have equal numbers.
+
+    It compares the first half of the smaller part, as parts may be unequal:
+    with one seed, a generator gives both the same numbers from the first on.
+    A part of less than four elements is too small to tell, and one of equal
+    numbers was not drawn. Parts of one rank are not compared with each other,
+    nor is a part of a later rank with any but the first rank's.
+
+    Args:
+        updates: the first of each rank.
+    """
+    parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    twins: set[str] = set()
+    for rank, update in enumerate(updates):
+        for name, entry in update["before"]["sharded"].items():
+            part = entry["part"].flatten()
+            indices = elements(entry, rank)
+            first_part, first_indices = parts.setdefault(name, (part, indices))
+            count = min(len(part), len(first_part)) // 2
+            if count <= 1 or (part == part[0]).all():
+                continue
+            same_numbers = part[:count].equal(first_part[:count])
+            same_place = indices[:count].equal(first_indices[:count])
+            if same_numbers and not same_place:
+                twins.add(name)
     return twins
