@@ -11,13 +11,46 @@ from rankcheck.verification.comparison import (
     LOSS,
     QUESTIONS,
     Comparison,
+    Update,
     rows,
+)
+from rankcheck.verification.questions.records import (
+    SamplerStart,
+    Updates,
+    sampler_starts,
 )
 
 OWN = ("each has to read its own: a DistributedSampler, or where they are "
        "drawn at random, as noise is, another seed on each rank")
 
-BY_CHANCE = 5  # equal samples of data with few values, of some hundred
+# Samples that a DistributedSampler gives to several ranks: so many may be
+# equal by chance, where the data have few values, as of some hundred samples.
+# A right script with such data was refused; the number is chosen. Data with
+# fewer values have more.
+BY_CHANCE = 5
+
+# Of the samples: so many more than with one process may be read twice, as
+# ranks that draw at random draw the same by chance. A right script that did so
+# was refused; the share is chosen.
+TWICE = 0.05
+
+# Of the samples, or of a factor between rates: what counts as the same number,
+# as a batch size that is divided by the ranks is rounded. Chosen, not
+# measured.
+SAME_SIZE = 0.1
+
+# Of the samples: from which on an update is another one than one process's,
+# after a first update that was the same. Chosen, not measured.
+OTHER_SIZE = 0.2
+
+# Of the samples that the model gets: a sampler gives that many in an update if
+# the data are sharded twice, and twice as many or more at that. Chosen between
+# one and two, not measured.
+SHARDED_TWICE = 1.5
+
+# Relative: of rates that are the same; as `CLOSE` in optimizers.py.
+SAME_RATE = 1e-3
+
 ONE_ORDER = ("a DistributedSampler gives each rank its part of one order: is "
              "the order drawn by a generator that differs between the ranks? "
              "Seed it alike on all ranks, as with the epoch")
@@ -57,33 +90,76 @@ class Reading:
     partitioned: bool
 
 
+@dataclass(frozen=True)
+class RateComparison:
+    """How the learning rate is related to that of one process.
+
+    Attributes:
+        text: in words.
+        factor: by which it is multiplied; None if by none.
+        differs: whether the ranks have different ones.
+    """
+
+    text: str
+    factor: float | None
+    differs: bool = False
+
+
 @QUESTIONS.add("the ranks read different samples")
-def samples(case):
-    sets = [parts for updates in case.updates if (parts := [
-        set(update["samples"]) for update in updates if update["samples"]])]
+def samples(case: Comparison) -> list[Finding]:
+    """Answer whether each rank reads samples of its own, and how many."""
+    sets = sample_sets(case)
     if not sets:
         return []
     if case.splits_matrices:
         return in_groups(case, sets)
-    if all(len(set(update["samples"])) == 1 < len(update["samples"])
-           for update in case.single) and case.single:
+    if has_equal_samples(case.single):
         return [warn("all samples are alike, with one process, too: who reads "
                      "which cannot be seen", "made data? each sample another",
                      learned={"apart": case.apart or "all samples are alike"})]
     if len(sets[0]) > 1 and all(
-            part == one[0] for one in sets for part in one):
-        words = f"all {case.size} ranks read the same samples"
-        return [warn(f"{words}, and compute parts of one process's loss",
-                     "right if the model divides them among the ranks")
-                if divides(case) else fail(words, OWN)]
-    readings = [read_by(case, number) for number in sorted({
-        updates[0]["optimizer"] for updates in case.updates})]
-    readings = [one for one in readings if any(step.rows for step
-                                               in one.steps)]
-    each = len(sets[0][0])
-    return [*worst([at_once(one, each, case.size) for one in readings]),
-            *worst([again(one) for one in readings]),
+            part == parts[0] for parts in sets for part in parts):
+        return [all_read_the_same(case)]
+    numbers = sorted({updates[0]["optimizer"] for updates in case.updates})
+    readings = [read_by(case, number) for number in numbers]
+    readings = [reading for reading in readings
+                if any(step.rows for step in reading.steps)]
+    count = len(sets[0][0])
+    return [*worst([at_once(reading, count, case.size)
+                    for reading in readings]),
+            *worst([again(reading) for reading in readings]),
             *size_of_minibatch(case), *shares(case), *given_away(case)]
+
+
+def sample_sets(case: Comparison) -> list[list[set[str]]]:
+    """Return the samples of each rank that reads some, by update.
+
+    Updates in which no rank reads any are left out.
+    """
+    sets = []
+    for updates in case.updates:
+        parts = [set(update["samples"]) for update in updates
+                 if update["samples"]]
+        if parts:
+            sets.append(parts)
+    return sets
+
+
+def has_equal_samples(single: Updates) -> bool:
+    """Return whether in each update of one process all samples are equal."""
+    if not single:
+        return False
+    return all(len(set(update["samples"])) == 1 < len(update["samples"])
+               for update in single)
+
+
+def all_read_the_same(case: Comparison) -> Finding:
+    """Say that all ranks read the same samples."""
+    text = f"all {case.size} ranks read the same samples"
+    if divides(case):
+        return warn(f"{text}, and compute parts of one process's loss",
+                    "right if the model divides them among the ranks")
+    return fail(text, OWN)
 
 
 def worst(answers: list[Finding | None]) -> list[Finding]:
@@ -100,42 +176,70 @@ def read_by(case: Comparison, number: int) -> Reading:
              if updates[0]["optimizer"] == number]
     single = [update for update in case.longest
               if update["optimizer"] == number]
-    group = case.size if case.still else 1
-    epochs = [len(sampler_starts(case, rank)) for rank in range(case.size)]
+    group = 1  # updates of one process that have the samples of one of all
+    if case.still:
+        group = case.size
+    epochs = {len(starts_over_all(case, rank)) for rank in range(case.size)}
     return Reading(
         steps, [rows(single[i:i + group]) for i in range(0, len(single),
                                                          group)],
-        partitioned=set(epochs) == {1})
+        partitioned=epochs == {1})
 
 
-def sampler_starts(case: Comparison, rank: int) -> list[tuple]:
+def starts_over_all(case: Comparison, rank: int) -> list[SamplerStart]:
     """Return each start of a DistributedSampler over all ranks, on a rank."""
-    return [one for one in case.together.asked("sampler", rank)
-            if one[0] == case.size]
+    return [start for start in sampler_starts(case.together, rank)
+            if start.ranks == case.size]
 
 
-def divides(case):
-    """Whether the ranks' losses differ, and their mean is one process's."""
+def divides(case: Comparison) -> bool:
+    """Return whether the ranks' losses differ, with one process's as a mean.
+
+    Then they have divided the samples among them, as a sequence.
+    """
     losses = [sum(update["losses"]) for update in case.updates[0]]
-    good = sum(case.single[0]["losses"]) if case.single else 0.0
-    return abs(sum(losses) / case.size - good) < LOSS * abs(good) < (
-        max(losses) - min(losses))
+    expected = 0.0
+    if case.single:
+        expected = sum(case.single[0]["losses"])
+    limit = LOSS * abs(expected)
+    return (abs(sum(losses) / case.size - expected) < limit
+            < max(losses) - min(losses))
 
 
-def in_groups(case, sets):
-    """Which of them read the same samples, as those of a group do."""
-    if max(map(len, sets)) < case.size:
-        return [ok(f"{max(map(len, sets))} of {case.size} ranks read samples: "
+def in_groups(case: Comparison, sets: list[list[set[str]]]) -> list[Finding]:
+    """Say which ranks read the same samples, as those of a group do.
+
+    Args:
+        sets: see `sample_sets`.
+    """
+    most = max(map(len, sets))
+    if most < case.size:
+        return [ok(f"{most} of {case.size} ranks read samples: "
                    "the others are given what ranks send them")]
-    group = next((size for size in range(case.size, 1, -1) if all(
-        set(Counter(map(frozenset, one)).values()) == {size}
-        and len(set.union(*one)) * size == sum(map(len, one))
-        for one in sets)), 1)
-    return [warn("all ranks read the same samples" if group == case.size
-                 else f"groups of {group} ranks read the same samples"
-                 if group > 1 else "each rank reads other samples",
-                 "ranks of one group of tensor parallelism read the same, "
-                 "other groups other samples")]
+    size = size_of_groups(case, sets)
+    text = "each rank reads other samples"
+    if size == case.size:
+        text = "all ranks read the same samples"
+    elif size > 1:
+        text = f"groups of {size} ranks read the same samples"
+    return [warn(text, "ranks of one group of tensor parallelism read the "
+                 "same, other groups other samples")]
+
+
+def size_of_groups(case: Comparison, sets: list[list[set[str]]]) -> int:
+    """Return how many ranks read the same samples: 1 if each reads others."""
+    for size in range(case.size, 1, -1):
+        if all(are_groups(parts, size) for parts in sets):
+            return size
+    return 1
+
+
+def are_groups(parts: list[set[str]], size: int) -> bool:
+    """Return whether each part is read by so many, and no sample by others."""
+    readers = Counter(map(frozenset, parts))
+    if set(readers.values()) != {size}:
+        return False
+    return len(set.union(*parts)) * size == sum(map(len, parts))
 
 
 def at_once(reading: Reading, each: int, size: int) -> Finding:
@@ -143,7 +247,9 @@ def at_once(reading: Reading, each: int, size: int) -> Finding:
 
     It is a mistake if as many are read twice in each step from one on: where
     each rank draws at random, that varies. Where they are partitioned, those
-    of earlier steps count as well.
+    of earlier steps count as well. A script that reads as many twice by chance
+    in each of the few steps that are watched is called wrong, and one that
+    reads some twice by mistake, but not as many each time, gets a warning.
 
     Args:
         each: how many samples rank 0 reads in the first step.
@@ -155,27 +261,31 @@ def at_once(reading: Reading, each: int, size: int) -> Finding:
     if reading.partitioned and more > max(size, BY_CHANCE):
         return fail(f"{more} samples are read again, though a "
                     "DistributedSampler gives each rank its part", ONE_ORDER)
+    usual = usual_repeats(reading.single)
     twice = [step.repeats for step in steps]
-    usual = max((1 - len(set(step)) / len(step)
-                 for step in reading.single if step), default=0.0)
-    first = next((i for i, step in enumerate(steps)
-                  if twice[i] > (usual + 0.05) * len(step.rows)), None)
     total = sum(len(step.rows) for step in steps)
-    words = (f"{sum(twice)} of {total} samples are read by several ranks in "
-             "the same update")
-    if first is not None:
-        if steps[first].update:
-            words += f", from update {steps[first].update} on"
-        numbers = {"update": steps[first].update}
-        steady = len(twice) > first + 1 and len(set(twice[first:])) == 1
+    text = (f"{sum(twice)} of {total} samples are read by several ranks in "
+            "the same update")
+    by_chance = f"by chance, if they are drawn at random; else {OWN}"
+    for i, step in enumerate(steps):
+        if twice[i] <= (usual + TWICE) * len(step.rows):
+            continue
+        if step.update:
+            text += f", from update {step.update} on"
+        numbers: dict[str, float] = {"update": step.update}
+        steady = len(twice) > i + 1 and len(set(twice[i:])) == 1
         if steady and reading.single:
-            return fail(words, OWN, numbers=numbers)
-        return warn(words, f"by chance, if they are drawn at random; else "
-                    f"{OWN}", numbers=numbers)
+            return fail(text, OWN, numbers=numbers)
+        return warn(text, by_chance, numbers=numbers)
     if sum(twice) > usual * total:
-        return warn(words, f"by chance, if they are drawn at random; else "
-                    f"{OWN}")
+        return warn(text, by_chance)
     return ok(f"in each update the ranks read different samples ({each} each)")
+
+
+def usual_repeats(single: list[list[str]]) -> float:
+    """Return which share of a step one process reads twice, at most."""
+    repeats = [1 - len(set(step)) / len(step) for step in single if step]
+    return max(repeats, default=0.0)
 
 
 def again(reading: Reading) -> Finding | None:
@@ -186,24 +296,34 @@ def again(reading: Reading) -> Finding | None:
     """
     steps = [[*dict.fromkeys(step.rows)] for step in reading.steps]
     single = [[*dict.fromkeys(step)] for step in reading.single]
-    runs = [[row for step in run for row in step] for run in (steps, single)]
-    most = min(map(len, runs if single else runs[:1]))
-    mine, before = (1 - len(set(run[:most])) / most if run and most else 0.0
-                    for run in runs)
-    words = (f"{percent(mine)} of the samples were read in an earlier update "
-             "as well")
+    read = [row for step in steps for row in step]
+    read_by_one = [row for step in single for row in step]
+    most = len(read)
     if single:
-        words += f", with one process {percent(before)} of as many"
+        most = min(most, len(read_by_one))
+    share = share_again(read[:most])
+    usual = share_again(read_by_one[:most])
+    text = (f"{percent(share)} of the samples were read in an earlier update "
+            "as well")
+    if single:
+        text += f", with one process {percent(usual)} of as many"
     counts = count_again(steps)
     steady = len(counts) > 1 and len(set(counts)) == 1
-    if single and mine > before + 0.05 and steady:
-        return fail(words, "each step has to begin where all ranks together "
+    if single and share > usual + TWICE and steady:
+        return fail(text, "each step has to begin where all ranks together "
                     "ended the last one")
-    if mine <= 0.05:
+    if share <= TWICE:
         return None
-    return warn(words, "right if the dataset is that small, or samples are "
+    return warn(text, "right if the dataset is that small, or samples are "
                 "drawn with replacement; or does each worker of the "
                 "DataLoader read all?")
+
+
+def share_again(samples: list[str]) -> float:
+    """Return which share of samples comes again, 0 of none."""
+    if not samples:
+        return 0.0
+    return 1 - len(set(samples)) / len(samples)
 
 
 def repeats_beyond_one_process(reading: Reading) -> int:
@@ -229,137 +349,202 @@ def given_away(case: Comparison) -> list[Finding]:
     """Answer whether what a DistributedSampler gave has reached the model.
 
     Both are counted from step to step, while the sampler gives something:
-    what a loader has fetched before the first step does not count.
+    what a loader has fetched before the first step does not count. It is said
+    only if it is so in each of several steps: workers fetch in bursts.
     """
     for rank in range(case.size):
         updates = [of_ranks[rank] for of_ranks in case.updates
                    if of_ranks[rank]["samples"]]
-        for sampler in updates[0]["drawn"] if updates else ():
-            drawn, got, steps = 0, 0, []
-            for before, update in itertools.pairwise(updates):
-                more = (update["drawn"].get(sampler, 0)
-                        - before["drawn"].get(sampler, 0))
-                if more:
-                    drawn += more
-                    got += len(update["samples"])
-                    steps.append(more > 1.5 * len(update["samples"]))
-            if len(steps) > 1 and all(steps):
-                return [warn(
-                    f"of {drawn} samples that a DistributedSampler gave rank "
-                    f"{rank} in {len(steps)} updates, the model got {got}",
-                    "is the data sharded twice, as by Accelerate's prepare() "
-                    "or Lightning's Trainer, which add a sampler of their "
-                    "own? Right if the script leaves some out on purpose",
-                    ranks=[rank])]
+        if not updates:
+            continue
+        for sampler in updates[0]["drawn"]:
+            finding = given_by(sampler, rank, updates)
+            if finding:
+                return [finding]
     return []
 
 
-def size_of_minibatch(case):
-    mine, alone = ([len(rows(updates)) for updates in some] for some in (
-        case.updates, [[update] for update in case.single]))
-    now, before = (next(filter(None, sizes), 0) for sizes in (mine, alone))
+def given_by(sampler: int, rank: int, updates: Updates) -> Finding | None:
+    """Say that a sampler gives more samples than the model gets.
+
+    Args:
+        sampler: its id.
+        updates: those of the rank in which it reads samples.
+    """
+    drawn, got = 0, 0
+    steps = []  # whether it has given more in each step
+    for before, update in itertools.pairwise(updates):
+        more = (update["drawn"].get(sampler, 0)
+                - before["drawn"].get(sampler, 0))
+        if more:
+            drawn += more
+            got += len(update["samples"])
+            steps.append(more > SHARDED_TWICE * len(update["samples"]))
+    if len(steps) < 2 or not all(steps):
+        return None
+    return warn(
+        f"of {drawn} samples that a DistributedSampler gave rank "
+        f"{rank} in {len(steps)} updates, the model got {got}",
+        "is the data sharded twice, as by Accelerate's prepare() "
+        "or Lightning's Trainer, which add a sampler of their "
+        "own? Right if the script leaves some out on purpose",
+        ranks=[rank])
+
+
+def size_of_minibatch(case: Comparison) -> list[Finding]:
+    """Say how many samples an update has, and whether the rate fits them."""
+    mine = [len(rows(updates)) for updates in case.updates]
+    alone = [len(rows([update])) for update in case.single]
+    now = next(filter(None, mine), 0)
+    before = next(filter(None, alone), 0)
     if not case.alone:
         return [ok(f"an update has {now} samples")]
-    times = now / before if before else 1.0
-    rate, factor = learning_rate(case)
+    times = 1.0
+    if before:
+        times = now / before
+    rate = learning_rate(case)
     keep = ("keep the minibatch: divide the batch size, or the accumulation "
             "steps, by the number of processes; or choose another learning "
             "rate")
-    if before and abs(times - 1) < 0.1:
-        # smaller ones end an epoch
-        for step, pair in enumerate(zip(
-                itertools.accumulate(mine, max),
-                itertools.accumulate(alone, max), strict=False)):
-            if abs(pair[0] - pair[1]) > 0.2 * pair[1]:
-                return [warn(
-                    f"the first update has {now} samples, as with one process,"
-                    f" but update {step} has {mine[step]}, with one process "
-                    f"{alone[step]}", keep, numbers={"update": step})]
-    words = (f"an update has {now} samples" + (
-        ", as with one process" * bool(before) if before in (0, now) else
-        f", with one process {before}") + f"; {rate}")
-    if factor == 0:
-        return [warn(words, "one schedule for all who train the same weights")]
-    if abs(times - 1) < 0.1:
-        return [ok(words) if factor == 1 else warn(
-            words, "with the same minibatch it need not change",
-            learned={"rate": factor or 1.0})]
-    return [ok(words)] if factor and any(
-        abs(factor / power - 1) < 0.1 for power in (times, times ** 0.5)
-        ) else [warn(words, keep)]
+    if before and abs(times - 1) < SAME_SIZE:
+        step = first_other_size(mine, alone)
+        if step is not None:
+            return [warn(
+                f"the first update has {now} samples, as with one process,"
+                f" but update {step} has {mine[step]}, with one process "
+                f"{alone[step]}", keep, numbers={"update": step})]
+    text = f"an update has {now} samples"
+    if before not in (0, now):
+        text += f", with one process {before}"
+    elif before:
+        text += ", as with one process"
+    text += f"; {rate.text}"
+    if rate.differs or rate.factor == 0:
+        return [warn(text, "one schedule for all who train the same weights")]
+    if abs(times - 1) < SAME_SIZE:
+        if rate.factor == 1:
+            return [ok(text)]
+        return [warn(text, "with the same minibatch it need not change",
+                     learned={"rate": rate.factor or 1.0})]
+    # by the linear rule, or by that of the square root
+    if rate.factor and any(abs(rate.factor / power - 1) < SAME_SIZE
+                           for power in (times, times ** 0.5)):
+        return [ok(text)]
+    return [warn(text, keep)]
 
 
-def shares(case):
-    """Whether the ranks read as many samples each, where they read any."""
+def first_other_size(mine: list[int], alone: list[int]) -> int | None:
+    """Return the first update that has another number of samples.
+
+    Each is compared by the largest number up to it: smaller ones end an epoch,
+    which may come at other updates.
+    """
+    largest = zip(itertools.accumulate(mine, max),
+                  itertools.accumulate(alone, max), strict=False)
+    for step, (now, before) in enumerate(largest):
+        if abs(now - before) > OTHER_SIZE * before:
+            return step
+    return None
+
+
+def shares(case: Comparison) -> list[Finding]:
+    """Say whether the ranks read as many samples each, where they read any."""
     for step, updates in enumerate(case.updates):
         counts = [len(update["samples"]) for update in updates]
-        rank = counts.index(min(counts))
-        if counts[rank] < max(counts) and (
-                counts[rank] or case.updates[0][rank]["samples"]):
-            return [warn(
-                f"in update {step} rank {rank} reads {counts[rank]} samples, "
-                f"and rank {counts.index(max(counts))} {max(counts)}",
-                "a mean of the ranks' gradients counts them alike: a "
+        least, most = min(counts), max(counts)
+        rank = counts.index(least)
+        if least == most:
+            continue
+        if not least and not case.updates[0][rank]["samples"]:
+            continue  # from the first update on
+        hint = ("a mean of the ranks' gradients counts them alike: a "
                 "DistributedSampler, which repeats some, drop_last, or a loss "
-                "that is weighed by their number" if counts[rank] else
-                "with model.eval() none are seen: is model.train() called "
-                "after an evaluation?", numbers={"update": step})]
+                "that is weighed by their number")
+        if not least:
+            hint = ("with model.eval() none are seen: is model.train() called "
+                    "after an evaluation?")
+        return [warn(
+            f"in update {step} rank {rank} reads {least} samples, "
+            f"and rank {counts.index(most)} {most}", hint,
+            numbers={"update": step})]
     return []
 
 
-def learning_rate(case):
-    """Words, its factor from one process if it is one; 0: ranks differ."""
+def learning_rate(case: Comparison) -> RateComparison:
+    """Compare the rate of each optimizer's first group with one process's."""
     for step, updates in enumerate(case.updates):
         for rank, update in enumerate(updates):
-            pair = update["rates"][:1] + updates[0]["rates"][:1]
-            if len(pair) == 2 and not alike(*pair):
-                return (f"the learning rate of rank {rank} is {pair[0]:.3g}, "
-                        f"of rank 0 {pair[1]:.3g}, in update {step}"), 0
-    compared = [compare_rates(case, *(
-        [update["rates"][0] for update in updates
-         if update["optimizer"] == number and update["rates"]]
-        for updates in (case.longest, case.together.seen[0]["updates"])))
-        for number in sorted({update["optimizer"] for update in case.longest})]
-    return next((one for one in compared if one[1] != 1), compared[0])
+            rates = update["rates"][:1] + updates[0]["rates"][:1]
+            if len(rates) == 2 and not alike(rates[0], rates[1]):
+                return RateComparison(
+                    f"the learning rate of rank {rank} is {rates[0]:.3g}, "
+                    f"of rank 0 {rates[1]:.3g}, in update {step}", None,
+                    differs=True)
+    together = case.together.seen[0]["updates"]
+    numbers = sorted({update["optimizer"] for update in case.longest})
+    compared = [compare_rates(case, rates_of(case.longest, number),
+                              rates_of(together, number))
+                for number in numbers]
+    for comparison in compared:
+        if comparison.factor != 1:
+            return comparison
+    return compared[0]
 
 
-def compare_rates(case, good, mine):
-    """The same of one optimizer's rates, update by update."""
+def rates_of(updates: list[Update], number: int) -> list[float]:
+    """Return the first group's rate in each update of an optimizer."""
+    return [update["rates"][0] for update in updates
+            if update["optimizer"] == number and update["rates"]]
+
+
+def compare_rates(case: Comparison, good: list[float], mine: list[float]
+                  ) -> RateComparison:
+    """Compare the rates of an optimizer, update by update."""
     pairs = list(zip(mine, good, strict=False))
     odd = [i for i, pair in enumerate(pairs) if not alike(*pair)]
     if not odd:
-        return "the learning rate is the same" + (
-            " after as many updates, not after as many samples"
-            if case.still and len(set(mine)) > 1 else ""), 1
-    ratio = mine[odd[0]] / (good[odd[0]] or 1e-30)
-    if all(alike(one, ratio * other) for one, other in pairs):
-        return f"the learning rate is {ratio:.3g} times as large", ratio
-    words = (f"the learning rate is {mine[odd[0]]:.3g}, with one process "
-             f"{good[odd[0]]:.3g}" + f", in update {odd[0]}" * bool(odd[0]))
+        text = "the learning rate is the same"
+        if case.still and len(set(mine)) > 1:
+            text += " after as many updates, not after as many samples"
+        return RateComparison(text, 1)
+    first = odd[0]
+    ratio = mine[first] / (good[first] or 1e-30)
+    if all(alike(rate, ratio * expected) for rate, expected in pairs):
+        return RateComparison(
+            f"the learning rate is {ratio:.3g} times as large", ratio)
+    text = (f"the learning rate is {mine[first]:.3g}, with one process "
+            f"{good[first]:.3g}")
+    if first:
+        text += f", in update {first}"
     ahead = good[::case.size]
-    if len(ahead) > odd[0] and all(map(alike, mine, ahead)):
-        words += (", as if its schedule were stepped "
-                  f"{case.size} times an update" + (
-                      ": after as many samples it is the same"
-                      if case.still else ""))
-    return words, None
+    if len(ahead) > first and all(map(alike, mine, ahead)):
+        text += (", as if its schedule were stepped "
+                 f"{case.size} times an update")
+        if case.still:
+            text += ": after as many samples it is the same"
+    return RateComparison(text, None)
 
 
-def alike(one, other):
-    return abs(one - other) <= 1e-3 * abs(other)
+def alike(one: float, other: float) -> bool:
+    """Return whether two rates are the same, but for rounding."""
+    return abs(one - other) <= SAME_RATE * abs(other)
 
 
 @QUESTIONS.add("the ranks' samplers agree")
-def samplers(case):
-    each = [case.together.asked("sampler", rank) for rank in range(case.size)]
-    first = [one for asked in each for one in asked[:1] if one[0] == case.size]
-    for i, kind in (1, "seeds"), (2, "subsets of the data"):
-        if len({one[i] for one in first}) > 1:
+def samplers(case: Comparison) -> list[Finding]:
+    """Answer whether the ranks' DistributedSamplers divide one order."""
+    first = [start for rank in range(case.size)
+             for start in sampler_starts(case.together, rank)[:1]
+             if start.ranks == case.size]
+    for kind, values in (
+            ("seeds", {start.seed for start in first}),
+            ("subsets of the data", {start.subset for start in first})):
+        if len(values) > 1:
             return [fail("the ranks' DistributedSamplers have different "
                          f"{kind}: together they do not read each sample once",
                          "the same seed on all ranks, for random_split, too: "
                          "each takes its part")]
-    epochs = case.together.asked("epochs")
+    epochs = case.together.asked("epochs")  # rank 0's: (sampler, epoch)
     if len(epochs) > len(set(epochs)) == len(dict(epochs)):
         return [warn(f"set_epoch({epochs[0][1]}) is called in several epochs",
                      "sampler.set_epoch(epoch), the number of the epoch: with "
