@@ -1,14 +1,26 @@
 """Questions about what the optimizers are told, beside the first rate."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from rankcheck.engine.findings import Finding, fail, ok, warn
+from rankcheck.engine.trial import Record
 from rankcheck.verification.comparison import Comparison, question, rows
 
 WORDS = {"lr": "learning rate", "weight_decay": "weight decay"}
 UNNAMED = "parameter "  # a rank may have another in its place
 SCALED = ("eps",)  # it may be multiplied as the gradients are
+
+# Relative: of settings that are the same. They are told, not computed by the
+# model, so that only the rounding of a schedule's product is left. Chosen, not
+# measured; a setting that is off by less is not seen.
+CLOSE = 1e-3
+
+# Name of a parameter -> setting -> its numbers: one, or two as of betas.
+Settings: TypeAlias = dict[str, dict[str, tuple[float, ...]]]
 
 
 @dataclass(frozen=True)
@@ -20,60 +32,89 @@ class Difference:
     other: tuple[float, ...]
 
     def words(self, names: str, whose: str) -> str:
+        """Return the difference in words.
+
+        Args:
+            names: the parameters.
+            whose: the other setting is, as "on rank 0".
+        """
         name = WORDS.get(self.setting, self.setting)
-        verb = "are" if name == "betas" else "is"
+        verb = "is"
+        if name == "betas":
+            verb = "are"
         return (f"{name} {verb} {show(self.mine)}, {whose} {show(self.other)},"
                 f" for {names}")
 
 
 @question("the optimizers have the settings of one process")
 def settings(case: Comparison) -> Iterator[Finding]:
-    """Of each parameter, at the first update of its optimizer."""
+    """Answer whether each parameter is trained with the same settings.
+
+    They are those of the first update of its optimizer.
+    """
     ranks = [by_parameter(seen) for seen in case.together.seen]
-    for rank, mine in enumerate(ranks):
-        found = differences(mine, ranks[0], between_ranks=True)
+    for rank, own in enumerate(ranks):
+        found = differences(own, ranks[0], between_ranks=True)
         if found:
             first, names = next(iter(found.items()))
+            words = first.words(case.named(names), "on rank 0")
             yield fail(
-                f"on rank {rank} the "
-                + first.words(case.named(names), "on rank 0"),
+                f"on rank {rank} the {words}",
                 "the ranks train the same weights, so all have to tell their "
                 "optimizers the same", ranks=[rank])
             return
     if not case.alone:
         return
-    good = by_parameter(case.alone.seen[0])
-    found = differences(ranks[0], good)
-    batches = [len(rows(updates)) for updates in (
-        case.updates[0], case.single[:1])]
-    same_batch = not case.still and batches[0] == batches[1] > 0
-    for difference, names in found.items():
-        words = difference.words(case.named(names), "with one process")
-        text = f"the {words}"
-        if difference.setting == "lr":
-            yield warn(text, "other parameters have the rate of one process, "
-                       "or the same multiple of it: does the rate of this "
-                       "group depend on the number of processes?",
-                       learned={"settings": text})
-        elif not same_batch:
-            yield ok(f"{text}: right if it follows the minibatch")
-        elif difference.setting == "weight_decay" and close(
-                case.rate * difference.mine[0], difference.other[0]):
-            yield ok(f"{text}: times the learning rate it is the same")
-        elif (case.rate != 1 or case.apart
-              or difference.setting in SCALED):
-            yield warn(text, "right if it makes up for gradients that are a "
-                       "sum over the ranks", learned={"settings": text})
-        else:
-            yield fail(text, "with the same minibatch it has to be the same: "
-                       "does it depend on the number of processes, as the "
-                       "batch size of one rank does?",
-                       learned={"settings": text})
+    single = by_parameter(case.alone.seen[0])
+    for difference, names in differences(ranks[0], single).items():
+        yield judge(case, difference, names)
 
 
-def differences(mine: dict, other: dict, *, between_ranks: bool = False
-                ) -> dict[Difference, list[str]]:
-    """What is set otherwise for parameters that both have: their names."""
+def judge(case: Comparison, difference: Difference, names: list[str]
+          ) -> Finding:
+    """Say whether a setting may be another one than with one process."""
+    words = difference.words(case.named(names), "with one process")
+    text = f"the {words}"
+    if difference.setting == "lr":
+        return warn(text, "other parameters have the rate of one process, "
+                    "or the same multiple of it: does the rate of this "
+                    "group depend on the number of processes?",
+                    learned={"settings": text})
+    if not has_same_batch(case):
+        return ok(f"{text}: right if it follows the minibatch")
+    if difference.setting == "weight_decay" and close(
+            case.rate * difference.mine[0], difference.other[0]):
+        return ok(f"{text}: times the learning rate it is the same")
+    if case.rate != 1 or case.apart or difference.setting in SCALED:
+        return warn(text, "right if it makes up for gradients that are a "
+                    "sum over the ranks", learned={"settings": text})
+    return fail(text, "with the same minibatch it has to be the same: "
+                "does it depend on the number of processes, as the "
+                "batch size of one rank does?",
+                learned={"settings": text})
+
+
+def has_same_batch(case: Comparison) -> bool:
+    """Return whether the first update has as many samples as one process's.
+    """
+    mine, single = len(rows(case.updates[0])), len(rows(case.single[:1]))
+    return not case.still and mine == single > 0
+
+
+def differences(mine: Settings, other: Settings, *,
+                between_ranks: bool = False) -> dict[Difference, list[str]]:
+    """Return what is set otherwise for parameters that both have.
+
+    Rates are the same if all are the same multiple of the others': that of
+    the first parameter is a question of its own.
+
+    Args:
+        between_ranks: whether both are ranks. Their rates are not compared, as
+            another question does that.
+
+    Returns:
+        For each difference the names of its parameters.
+    """
     found: dict[Difference, list[str]] = {}
     factor = rate_factor(mine, other)
     for name, values in mine.items():
@@ -83,17 +124,20 @@ def differences(mine: dict, other: dict, *, between_ranks: bool = False
                 continue
             expected = good
             if setting == "lr":
-                if between_ranks:  # a question of its own
+                if between_ranks:
                     continue
-                expected = tuple(factor * one for one in good)
+                expected = tuple(factor * number for number in good)
             if not all(map(close, value, expected)):
                 found.setdefault(
                     Difference(setting, value, good), []).append(name)
     return found
 
 
-def rate_factor(mine: dict, other: dict) -> float:
-    """By how much the rate of the first parameter of both is multiplied."""
+def rate_factor(mine: Settings, other: Settings) -> float:
+    """Return by how much the rate of the first parameter is multiplied.
+
+    The first is that of both which has a rate other than 0.
+    """
     for name, values in mine.items():
         good = other.get(name, {}).get("lr")
         if good and good[0] and "lr" in values:
@@ -101,17 +145,23 @@ def rate_factor(mine: dict, other: dict) -> float:
     return 1.0
 
 
-def by_parameter(seen: dict) -> dict[str, dict[str, tuple[float, ...]]]:
-    """Name -> setting -> its numbers, of all optimizers of a rank."""
-    return {name: {key: tuple(value)
-                   for key, value in group["values"].items()}
-            for groups in seen["settings"] for group in groups
-            for name in group["names"] if not name.startswith(UNNAMED)}
+def by_parameter(seen: Record) -> Settings:
+    """Return the settings of all optimizers of a rank, by parameter."""
+    found: Settings = {}
+    groups = [group for groups in seen["settings"] for group in groups]
+    for group in groups:
+        values = {key: tuple(value) for key, value in group["values"].items()}
+        for name in group["names"]:
+            if not name.startswith(UNNAMED):
+                found[name] = values
+    return found
 
 
 def close(one: float, other: float) -> bool:
-    return one == other or abs(one - other) <= 1e-3 * abs(other)
+    """Return whether two settings are the same, but for rounding."""
+    return one == other or abs(one - other) <= CLOSE * abs(other)
 
 
 def show(values: tuple[float, ...]) -> str:
+    """Return the numbers of a setting in words."""
     return " and ".join(f"{value:.4g}" for value in values)
