@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from rankcheck.engine.exits import in_brackets
@@ -16,9 +17,10 @@ from rankcheck.verification.comparison import (
     off,
     question,
 )
-from rankcheck.verification.questions.single import weight_error
+from rankcheck.verification.questions.records import Opener
+from rankcheck.verification.questions.single import UpdatePair, weight_error
 
-REMEDIES = {
+REMEDIES = {  # by the library that writes the file
     "hydra": "hydra.run.dir=... with the rank in it, or "
              "hydra.output_subdir=null on the others",
     "tensorboard": "make the SummaryWriter on rank 0 alone",
@@ -26,17 +28,28 @@ REMEDIES = {
 
 
 @question("copies of the model are equal on all ranks")
-def copies(case):
-    each = [seen["copies"] for seen in case.together.seen]
+def copies(case: Comparison) -> list[Finding]:
+    """Answer whether the ranks end with different copies of the model.
+
+    A copy is a module with the parameters of one that trains, none of which
+    has trained. It is known by its place among the copies, so that nothing is
+    said if the ranks have other numbers of them.
+    """
+    copies_of_ranks = [seen["copies"] for seen in case.together.seen]
+    counts = {len(found) for found in copies_of_ranks}
     # with weights that are split by hand, a part may look like a copy
-    if case.split or len({len(one) for one in each}) > 1:
+    if case.split or len(counts) > 1:
         return []
-    apart = set().union(*(assemble(states).apart for states
-                          in zip(*each, strict=True)))
-    return [warn("a copy of the model differs between the ranks: "
-                 + ", ".join(sorted(apart)[:3]), "all ranks copy it once DDP "
+    differing: set[str] = set()
+    for states in zip(*copies_of_ranks, strict=True):
+        differing |= assemble(states).apart
+    if not differing:
+        return []
+    names = ", ".join(sorted(differing)[:3])
+    return [warn(f"a copy of the model differs between the ranks: {names}",
+                 "all ranks copy it once DDP "
                  "has made the weights equal, and update it (EMA) after each "
-                 "step; right if only rank 0 uses it")] if apart else []
+                 "step; right if only rank 0 uses it")]
 
 
 @question("averages of the weights are those of one process")
@@ -48,58 +61,89 @@ def averages(case: Comparison) -> list[Finding]:
     """
     if not case.alone or case.apart or case.later or case.still or case.split:
         return []
-    made = min(len(case.updates), len(case.single))
-    last = made and weight_error(case, case.updates[made - 1],
-                                 [case.single[made - 1]], made - 1, (1,))
-    if last and not last[0] <= last[1]:
-        return []  # the copies follow weights that differ, as by BatchNorm
-    begin = {}
+    if follow_other_weights(case):
+        return []
+    first = {}
     for name, tensor in first_weights(case.alone.seen[0]):
-        begin[name.partition(":")[2]] = tensor
+        first[name.partition(":")[2]] = tensor
+    limit = UPDATE * case.loosely
     compared = 0
-    for mine, good in zip(case.together.seen[0]["copies"],
-                          case.alone.seen[0]["copies"], strict=False):
-        mine, good = whole_here(mine), whole_here(good)
-        keys = [key for key in good if key in mine and key in begin
-                and mine[key].shape == good[key].shape == begin[key].shape]
+    for state, single_state in zip(case.together.seen[0]["copies"],
+                                   case.alone.seen[0]["copies"],
+                                   strict=False):
+        copied, expected = whole_here(state), whole_here(single_state)
+        keys = [key for key in expected if key in copied and key in first
+                and (copied[key].shape == expected[key].shape
+                     == first[key].shape)]
         if not keys:
             continue
-        first, mine, good = (flat(tensors, keys)
-                             for tensors in (begin, mine, good))
-        if mine.equal(first) and good.equal(first):
+        begin = flat(first, keys)
+        mine, good = flat(copied, keys), flat(expected, keys)
+        if mine.equal(begin) and good.equal(begin):
             continue
         compared += 1
-        error = off(mine - first, good - first)
-        if not error <= UPDATE * case.loosely:
+        error = off(mine - begin, good - begin)
+        if not error <= limit:
             return [fail(
                 f"a copy of the model is off by {percent(error)} of the way "
                 "that one process's has gone", "an average of the weights "
                 "(EMA) has to follow each optimizer step, by the same decay: "
                 "does it follow each microbatch, or depend on the number of "
-                "processes?",
-                numbers={"off": error, "limit": UPDATE * case.loosely})]
-    return [ok("averages of the weights agree with a single process")
-            ] if compared else []
+                "processes?", numbers={"off": error, "limit": limit})]
+    if not compared:
+        return []
+    return [ok("averages of the weights agree with a single process")]
+
+
+def follow_other_weights(case: Comparison) -> bool:
+    """Return whether the last weights, as by BatchNorm, differ by themselves.
+
+    Then copies that follow them differ as well.
+    """
+    made = min(len(case.updates), len(case.single))
+    if not made:
+        return False
+    last = UpdatePair(made - 1, case.updates[made - 1],
+                      [case.single[made - 1]])
+    error = weight_error(case, last, (1.0,))
+    return error is not None and not error.is_small
 
 
 @QUESTIONS.add("one rank alone writes and prints")
-def files(case):
-    writers = {}  # file -> who opens it, on each rank that does
-    for seen in case.together.seen:
-        for path, who in seen["written"].items():
-            writers.setdefault(path, []).append(who)
-    openers = {}  # who -> the names of files
-    for path, (who, *others) in writers.items():
-        if others:
-            openers.setdefault(who, []).append(Path(path).name)
-    for who, names in openers.items():
-        names = ", ".join(sorted(names)[:3])
-        yield warn(f"{who} writes {names} on several ranks", REMEDIES.get(
-            who, "by its settings: rank 0 alone, or another folder on each "
-            "rank")) if isinstance(who, str) else fail(
-            [f"several ranks write {names}", *in_brackets(
-                [Line(who)] * bool(who))], "only one should: if rank == 0:")
+def files(case: Comparison) -> Iterator[Finding]:
+    """Answer whether several ranks write a file, or print the same lines."""
+    for opener, names in find_shared_files(case).items():
+        yield several_write(opener, ", ".join(sorted(names)[:3]))
     lines = [set(rank.out.splitlines()) - {""} for rank in case.together.ranks]
     if any(lines[0] & other for other in lines[1:]):
         yield warn("several ranks print the same lines",
                    "rank 0 is enough: if rank == 0:")
+
+
+def find_shared_files(case: Comparison) -> dict[Opener, list[str]]:
+    """Return the names of files that several ranks write, by their opener.
+
+    The opener is that of the first of these ranks.
+    """
+    openers: dict[str, list[Opener]] = {}  # of each file, by its path
+    for seen in case.together.seen:
+        for path, opener in seen["written"].items():
+            openers.setdefault(path, []).append(opener)
+    shared: dict[Opener, list[str]] = {}
+    for path, found in openers.items():
+        if len(found) > 1:
+            shared.setdefault(found[0], []).append(Path(path).name)
+    return shared
+
+
+def several_write(opener: Opener, names: str) -> Finding:
+    """Say that several ranks write these files."""
+    if isinstance(opener, str):
+        return warn(f"{opener} writes {names} on several ranks", REMEDIES.get(
+            opener, "by its settings: rank 0 alone, or another folder on each "
+            "rank"))
+    places = []
+    if opener:
+        places.append(Line(opener))
+    return fail([f"several ranks write {names}", *in_brackets(places)],
+                "only one should: if rank == 0:")

@@ -1,15 +1,21 @@
 """Questions about what one process computes, and the ranks together."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
-from rankcheck.engine.findings import Proof, fail, ok, percent, warn
+from rankcheck.engine.findings import Finding, Proof, fail, ok, percent, warn
 from rankcheck.record.tensors import length, put_together
 from rankcheck.verification.comparison import (
     GRADIENT,
     LOSS,
     UPDATE,
+    Comparison,
+    Update,
     flat,
     gradients_of,
     makes_up,
@@ -18,130 +24,231 @@ from rankcheck.verification.comparison import (
     rows,
 )
 from rankcheck.verification.locate import explain_outputs
+from rankcheck.verification.questions.records import Updates
+from rankcheck.verification.questions.vectors import (
+    TINY,
+    add_up,
+    mix,
+    multiple_of,
+    parallel,
+    ratio_of,
+)
 
 COMPARED = frozenset({Proof.SINGLE})
 # Equal to those of one process: then they were reduced, however that is done
 AGREES = frozenset({Proof.SINGLE, Proof.REDUCED})
-EXCUSED = 0.25  # of a difference from one process for which there is a reason
-EARLY = 8  # updates in which rounding does not grow that large
 
+# Relative error. A difference from one process for which there is a reason,
+# as BatchNorm, is a warning whatever its size; only up to this one does it
+# count as a comparison, as a larger one would hide a fault. Chosen, not
+# measured.
+EXCUSED = 0.25
 
-@question("losses, gradients and weights are those of one process")
-def same(case):
-    if case.apart and not (case.split and makes_up(case)):
-        return []
-    if case.still:
-        pairs = [(case.updates[0], [update for update in case.longest
-                                    if update["optimizer"] == 0][:case.size])]
-    else:
-        pairs = [(updates, [alone]) for updates, alone
-                 in zip(case.updates, case.single, strict=False)
-                 ][:case.compared]
-    if case.apart and not case.still:
-        # parts of one process's tensors, until update 0
-        together, alone = map(rows, pairs[0])
-        return compare(case, loss_error, pairs[:1], Weights((1,))) if (
-            together and set(together) == set(alone)) else []
-    weights = weighting(case, *pairs[0])
-    return [*[weights.finding] * bool(weights.finding), *(
-        finding for error in (loss_error, gradient_error, weight_error)
-        for finding in compare(case, error, pairs, weights))]
+# In this many updates rounding stays below a limit; after them, an error
+# below ten times a limit is a warning. A right script with Adam was refused
+# when 60 updates were watched. Eight and ten are chosen, not measured: a small
+# fault that shows after the eighth update alone is a warning, too.
+EARLY = 8
+LATE_FACTOR = 10
+
+# Gradients may be off by ten times as much after the first update, as they
+# are those of weights that differ by rounding by then. Chosen, not measured.
+LATER_GRADIENT = 10
+
+# Of the way that the weights have gone, in low precision, too. There 30 times
+# `UPDATE` would be 1.5: weights that have not moved, which are off by 1, would
+# pass.
+LARGEST_UPDATE_LIMIT = 0.5
 
 
 @dataclass(frozen=True)
-class Weights:
-    """How the minibatches of one process count in an update of several."""
+class UpdatePair:
+    """An update of the ranks, and the same samples in one process.
 
-    of_each: tuple
-    finding: object = None  # what is to be said of that
-    parts: tuple = ()  # a text and a hint, if its parts are no mean over all
-
-
-def compare(case, error, pairs, weights):
-    """The finding of one kind of error in a list, [] if none was seen.
-
-    pairs: of what each rank recorded of an update, and the updates of one
-    process that it has to be compared with.
+    Attributes:
+        step: its number among the updates of the ranks.
+        ranks: what each rank has recorded of it.
+        single: the updates of one process: one, or as many as there are ranks
+            where the ranks read as many minibatches.
     """
-    agree, why = [], reason(case)
-    for step, (updates, alone) in enumerate(pairs):
-        if not (value := error(case, updates, alone, step, weights.of_each)):
-            continue
-        amount, bound, text, multiple = value
-        if amount <= bound:  # nan is not
-            agree.append(amount)
-            continue
-        text = f"in update {step} {text}"
-        numbers = {"update": step, "off": amount, "limit": bound}
-        if why and multiple:
-            return [fail(f"{text}, about {multiple:.3g} times as much",
-                         f"{why[0]}: that explains a few per cent, no such "
-                         "factor: is something multiplied or divided by the "
-                         "number of processes?",
-                         numbers=numbers | {"factor": multiple})]
-        if error is not weight_error and multiple and (
-                abs(multiple * case.rate - 1) < 0.01):
-            return [warn(text, "right with SGD: the learning rate is divided "
-                         "by that", numbers=numbers, proves=COMPARED)]
-        if step >= EARLY and amount < 10 * bound:
-            return [warn(text, "rounding grows to that, too: watch fewer "
-                         "updates, by --steps", numbers=numbers,
-                         proves=COMPARED)]
-        if why:  # a large difference would hide a fault
-            shows = COMPARED if amount <= EXCUSED else frozenset()
-            return [warn(f"{text}: {why[0]}", why[1], numbers=numbers,
-                         proves=shows)]
-        return [fail(text, ": ".join(weights.parts) or locate(
-            case, error, step, pairs, weights.of_each), numbers=numbers)]
-    words = {loss_error: "losses", gradient_error: "gradients",
-             weight_error: "weights, relative to how far they have moved,"}
-    less = (f" in {len(agree)} of {len(case.updates)} updates; the others are "
-            "not compared") * (len(agree) < len(case.updates))
-    proves = COMPARED if error is loss_error else AGREES
-    return [ok(f"{words[error]} agree with a single process (to "
-               f"{max(agree):.0e}){less}", numbers={"off": max(agree)},
-               proves=proves)] if agree else []
+
+    step: int
+    ranks: Updates
+    single: Updates
 
 
-def locate(case, error, step, pairs, of_each):
-    """Where the ranks part from the single process, as far as it was seen."""
-    general = ("the ranks hold parts of the single process's weights, and have"
-               " its samples: is something added on each rank, as a bias, or "
-               "left out?" if case.split else
-               "the ranks read the samples of the single process: what else "
+@dataclass(frozen=True)
+class Explanation:
+    """Why something differs from one process, and what can be done."""
+
+    cause: str
+    hint: str
+
+
+@dataclass(frozen=True)
+class MinibatchWeights:
+    """How the minibatches of one process count in an update of several.
+
+    Attributes:
+        of_each: the weight of each minibatch; their sum is 1.
+        finding: what is to be said of that, if anything.
+        own_means: set if each part's loss is the mean over its own targets,
+            so that the sum is no mean over all.
+    """
+
+    of_each: Sequence[float]
+    finding: Finding | None = None
+    own_means: Explanation | None = None
+
+
+@dataclass(frozen=True)
+class RelativeError:
+    """How far the ranks are from one process in one update.
+
+    Attributes:
+        amount: relative; may be nan.
+        limit: the largest amount that rounding explains.
+        text: both in words.
+        factor: about how many times as large the ranks' values are, if that
+            tells of a factor; else None. See `multiple_of`.
+    """
+
+    amount: float
+    limit: float
+    text: str
+    factor: float | None
+
+    @property
+    def is_small(self) -> bool:
+        """Whether rounding explains it; false for nan."""
+        return self.amount <= self.limit
+
+
+Measure: TypeAlias = Callable[
+    [Comparison, UpdatePair, Sequence[float]], RelativeError | None]
+
+
+@question("losses, gradients and weights are those of one process")
+def same(case: Comparison) -> list[Finding]:
+    """Answer whether the ranks compute what one process does.
+
+    Where parameters are sharded by hand, the loss of the first update alone
+    is compared, if the parts make up the tensors of one process.
+    """
+    if case.apart and not (case.split and makes_up(case)):
+        return []
+    pairs = pair_updates(case)
+    if case.apart and not case.still:
+        # parts of one process's tensors, until update 0
+        read, expected = rows(pairs[0].ranks), rows(pairs[0].single)
+        if not read or set(read) != set(expected):
+            return []
+        return compare(case, loss_error, pairs[:1], MinibatchWeights((1.0,)))
+    weights = weigh_minibatches(case, pairs[0])
+    findings = []
+    if weights.finding:
+        findings.append(weights.finding)
+    for measure in (loss_error, gradient_error, weight_error):
+        findings += compare(case, measure, pairs, weights)
+    return findings
+
+
+def pair_updates(case: Comparison) -> list[UpdatePair]:
+    """Return the updates of the ranks that have samples of one process."""
+    if case.still:
+        minibatches = [update for update in case.longest
+                       if update["optimizer"] == 0][:case.size]
+        return [UpdatePair(0, case.updates[0], minibatches)]
+    pairs = [UpdatePair(step, updates, [single])
+             for step, (updates, single) in enumerate(
+                 zip(case.updates, case.single, strict=False))]
+    return pairs[:case.compared]
+
+
+def compare(case: Comparison, measure: Measure, pairs: Sequence[UpdatePair],
+            weights: MinibatchWeights) -> list[Finding]:
+    """Return the finding of one kind of error in a list, [] if none was seen.
+
+    Args:
+        measure: gives the error of that kind.
+        pairs: the updates, from 0 on.
+    """
+    amounts = []  # of the errors that rounding explains
+    for pair in pairs:
+        error = measure(case, pair, weights.of_each)
+        if error is None:
+            continue
+        if not error.is_small:
+            return [judge(case, measure, error, pair.step, pairs, weights)]
+        amounts.append(error.amount)
+    if not amounts:
+        return []
+    words: dict[Measure, str] = {
+        loss_error: "losses", gradient_error: "gradients",
+        weight_error: "weights, relative to how far they have moved,"}
+    text = (f"{words[measure]} agree with a single process (to "
+            f"{max(amounts):.0e})")
+    if len(amounts) < len(case.updates):
+        text += (f" in {len(amounts)} of {len(case.updates)} updates; the "
+                 "others are not compared")
+    proves = AGREES
+    if measure is loss_error:
+        proves = COMPARED
+    return [ok(text, numbers={"off": max(amounts)}, proves=proves)]
+
+
+def judge(case: Comparison, measure: Measure, error: RelativeError, step: int,
+          pairs: Sequence[UpdatePair], weights: MinibatchWeights) -> Finding:
+    """Say whether an error that is not small is a fault, and of what.
+
+    Args:
+        measure: has given the error.
+        step: the update in which it was found, the first of all.
+    """
+    text = f"in update {step} {error.text}"
+    numbers = {"update": step, "off": error.amount, "limit": error.limit}
+    explanation = explain_small_error(case)
+    if explanation and error.factor:
+        return fail(f"{text}, about {error.factor:.3g} times as much",
+                    f"{explanation.cause}: that explains a few per cent, no "
+                    "such factor: is something multiplied or divided by the "
+                    "number of processes?",
+                    numbers=numbers | {"factor": error.factor})
+    if measure is not weight_error and error.factor and (
+            abs(error.factor * case.rate - 1) < 0.01):
+        return warn(text, "right with SGD: the learning rate is divided "
+                    "by that", numbers=numbers, proves=COMPARED)
+    if step >= EARLY and error.amount < LATE_FACTOR * error.limit:
+        return warn(text, "rounding grows to that, too: watch fewer "
+                    "updates, by --steps", numbers=numbers, proves=COMPARED)
+    if explanation:
+        shows: frozenset[Proof] = frozenset()
+        if error.amount <= EXCUSED:
+            shows = COMPARED
+        return warn(f"{text}: {explanation.cause}", explanation.hint,
+                    numbers=numbers, proves=shows)
+    if weights.own_means:
+        hint = f"{weights.own_means.cause}: {weights.own_means.hint}"
+    else:
+        hint = locate(case, measure, step, pairs, weights.of_each)
+    return fail(text, hint, numbers=numbers)
+
+
+def locate(case: Comparison, measure: Measure, step: int,
+           pairs: Sequence[UpdatePair], of_each: Sequence[float]) -> str:
+    """Say where the ranks part from one process, as far as it was seen."""
+    general = ("the ranks read the samples of the single process: what else "
                "differs, a scale, a seed, an order, the number or pairs that "
                "a mean is of?")
-    updates, alone = pairs[step]
-
-    def agrees(kind):
-        value = kind(case, updates, alone, step, of_each)
-        return value is not None and value[0] <= value[1]
-
-    if error is weight_error and agrees(gradient_error):
-        if case.settings:
-            return f"the gradients agree: {case.settings}"
-        if case.rate != 1:
-            return (f"the gradients agree: the learning rate is "
-                    f"{case.rate:.3g} times that of one process")
-        return ("the gradients agree before they are clipped, and the "
-                "optimizer's settings are the same: does clipping, or what the"
-                " script does around optimizer.step(), depend on the number of"
-                " processes?")
+    if case.split:
+        general = ("the ranks hold parts of the single process's weights, and "
+                   "have its samples: is something added on each rank, as a "
+                   "bias, or left out?")
+    if measure is weight_error and has_small_error(
+            case, gradient_error, pairs[step], of_each):
+        return explain_weights(case)
     if step:
-        if put_together(pairs[step - 1][0], "weights").apart:
-            return (f"it follows from the weights after update {step - 1}, "
-                    "which are not the same on all ranks")
-        before = weight_error(case, *pairs[step - 1], step - 1, of_each)
-        if before and not before[0] <= before[1]:
-            return f"it follows from the weights after update {step - 1}"
-        if case.settings:
-            return f"the optimizers have other settings: {case.settings}"
-        names = other_buffers(case, pairs[:step + 1])
-        if names:
-            return ("by then these buffers are not those of the single "
-                    f"process: {', '.join(names[:3])}; does the forward pass "
-                    "use them?")
-        return general
+        return explain_later(case, step, pairs, of_each) or general
     text = explain_outputs(case.outputs)
     if not text:
         return general
@@ -149,37 +256,84 @@ def locate(case, error, step, pairs, of_each):
         return f"{text}; {general}"
     if case.outputs.first:
         return text
-    if not agrees(loss_error):
+    if not has_small_error(case, loss_error, pairs[0], of_each):
         return (f"{text}, the loss does not: how is it averaged, weighted or "
                 "scaled, and has each sample its own target? a mean divides "
                 "by the number over all ranks, and by that of the microbatches"
                 " once")
-    if error is loss_error:
+    if measure is loss_error:
         return general
-    if adds_up(case, updates, alone, of_each):
+    if adds_up(case, pairs[0], of_each):
         return (f"{text}; the ranks' losses add up to the single process's, "
                 "and their gradients are averaged: is each loss divided by a "
                 "number over all ranks? then its gradients are to be added up,"
                 " or it is multiplied by the number of processes")
-    return f"{text}, and so do the losses: {in_backward(case, pairs[0])}"
+    return f"{text}, and so do the losses: {explain_backward(case, pairs[0])}"
 
 
-def adds_up(case, updates, alone, of_each):
-    """Whether the losses are one process's as a sum, and not as a mean."""
-    whole = sum(sum(update["losses"]) for update in updates)
-    good = mix(of_each, [sum(update["losses"]) for update in alone])
-    return abs(whole / len(updates) - good) > (
-        LOSS * case.loosely * abs(good))
+def has_small_error(case: Comparison, measure: Measure, pair: UpdatePair,
+                    of_each: Sequence[float]) -> bool:
+    """Return whether an error was measured, and rounding explains it."""
+    error = measure(case, pair, of_each)
+    return error is not None and error.is_small
 
 
-def in_backward(case, pair):
-    """Whether each rank's own gradients are other ones, or their mean is."""
-    updates, alone = pair
+def explain_weights(case: Comparison) -> str:
+    """Say why weights differ where the gradients agree."""
+    if case.settings:
+        return f"the gradients agree: {case.settings}"
+    if case.rate != 1:
+        return (f"the gradients agree: the learning rate is "
+                f"{case.rate:.3g} times that of one process")
+    return ("the gradients agree before they are clipped, and the "
+            "optimizer's settings are the same: does clipping, or what the"
+            " script does around optimizer.step(), depend on the number of"
+            " processes?")
+
+
+def explain_later(case: Comparison, step: int, pairs: Sequence[UpdatePair],
+                  of_each: Sequence[float]) -> str:
+    """Say why an update after the first differs; "" if nothing tells."""
+    previous = pairs[step - 1]
+    if put_together(previous.ranks, "weights").apart:
+        return (f"it follows from the weights after update {step - 1}, "
+                "which are not the same on all ranks")
+    error = weight_error(case, previous, of_each)
+    if error and not error.is_small:
+        return f"it follows from the weights after update {step - 1}"
+    if case.settings:
+        return f"the optimizers have other settings: {case.settings}"
+    names = other_buffers(case, pairs[:step + 1])
+    if names:
+        return ("by then these buffers are not those of the single "
+                f"process: {', '.join(names[:3])}; does the forward pass "
+                "use them?")
+    return ""
+
+
+def adds_up(case: Comparison, pair: UpdatePair, of_each: Sequence[float]
+            ) -> bool:
+    """Return whether the losses are one process's as a sum, not as a mean.
+
+    It assumes that `loss_error` was small: that accepts both.
+    """
+    mean = sum(losses_of(pair.ranks)) / len(pair.ranks)
+    expected = weighted_sum(of_each, losses_of(pair.single))
+    return abs(mean - expected) > LOSS * case.loosely * abs(expected)
+
+
+def losses_of(updates: Updates) -> list[float]:
+    """Return the loss of each update, its microbatches added up."""
+    return [sum(update["losses"]) for update in updates]
+
+
+def explain_backward(case: Comparison, pair: UpdatePair) -> str:
+    """Say whether each rank's own gradients differ, or only their mean."""
     general = "what differs comes in the backward pass, or as it is reduced"
-    good, own, _ = gradients_of(alone, updates, "sums")
-    if good is None or len(alone) > 1 or not own:
+    expected, own, _ = gradients_of(pair.single, pair.ranks, "sums")
+    if expected is None or len(pair.single) > 1 or not own:
         return general
-    if off(sum(own) / case.size, good) < GRADIENT * case.loosely:
+    if off(add_up(own) / case.size, expected) < GRADIENT * case.loosely:
         return ("the mean of the ranks' own gradients is the single process's,"
                 " so what differs comes as they are reduced")
     return ("the ranks' own gradients differ before they are reduced, so it "
@@ -188,193 +342,285 @@ def in_backward(case, pair):
             "is a gradient scaled?")
 
 
-def other_buffers(case, pairs):
-    """Names of those that are not one process's after one of the updates."""
-    names = set()
-    for updates, alone in pairs:
-        if len(alone) > 1 or "buffers" not in alone[0]:
+def other_buffers(case: Comparison, pairs: Sequence[UpdatePair]) -> list[str]:
+    """Return the buffers that are not one process's after one of the updates.
+    """
+    limit = GRADIENT * case.loosely
+    found: set[str] = set()
+    for pair in pairs:
+        if len(pair.single) > 1 or "buffers" not in pair.single[0]:
             continue
-        good = by_name(put_together(alone, "buffers").tensors)
-        names |= {name for update in updates if "buffers" in update
-                  for name, tensor in by_name(put_together(
-                      [update], "buffers").tensors).items()
-                  if name in good and good[name].shape == tensor.shape
-                  and off(tensor, good[name]) > GRADIENT * case.loosely}
-    return sorted(names)
+        expected = buffers_by_name(pair.single[0])
+        for update in pair.ranks:
+            if "buffers" not in update:
+                continue
+            for name, tensor in buffers_by_name(update).items():
+                if (name in expected and expected[name].shape == tensor.shape
+                        and off(tensor, expected[name]) > limit):
+                    found.add(name)
+    return sorted(found)
 
 
-def by_name(buffers):
-    """The same, but each without the number of its module."""
+def buffers_by_name(update: Update) -> dict[str, torch.Tensor]:
+    """Return the buffers of one process, without the numbers of modules."""
+    buffers = put_together([update], "buffers").tensors
     return {key.partition(".")[2]: tensor for key, tensor in buffers.items()}
 
 
-def weighting(case, updates, alone):
-    """How do the parts of an update count in its gradients? Its `Weights`.
+def weigh_minibatches(case: Comparison, pair: UpdatePair) -> MinibatchWeights:
+    """Find how the parts of an update count in its gradients.
 
     A loss that is a mean over all targets of all ranks weighs the parts by
     their targets; if each backward pass takes the mean of its own, all parts
-    count alike.
+    count alike. If neither fits, the weights are fitted to the gradients, by
+    least squares: they are taken if all are positive, the fit has no other
+    direction than the gradients, and there are more than eight numbers for
+    each weight, so that it does not fit by chance (eight is chosen, not
+    measured).
     """
-    alike = (1 / len(alone),) * len(alone)
-    mine, each, _ = gradients_of(updates, alone)
+    count = len(pair.single)
+    alike = [1 / count] * count
+    mine, each, _ = gradients_of(pair.ranks, pair.single)
     if mine is None:
-        return Weights(alike)
-    bound = GRADIENT * case.loosely
-
-    def agrees(one, other):
-        return off(one, other) < bound
-
-    counts = sorted({count for update in updates
-                     for count in update["counts"]})
-    here, own, _ = gradients_of(updates, updates, "local")
-    (_, ours, keys), (_, theirs, others) = (
-        gradients_of(updates, some, "weighed") for some in (updates, alone))
-    if (counts and counts[-1] > 1.01 * counts[0]
-            and own and len(here) == len(mine)
-            and agrees(here, sum(own) / len(own)) and keys == others
-            and agrees(over_all(updates, ours), over_all(alone, theirs))):
-        part = "rank's" if all(len(update["counts"]) == 1
-                               for update in updates) else "microbatch's"
-        words = " or ".join(map(str, counts[:4])) + (
-            " targets" if updates[0]["targets"] else " samples")
-        parts = (
-            f"each {part} loss is the mean over its own {words}, and all "
-            "count alike", "divide each sum by the mean number over all "
-            "ranks (all_reduce it) and microbatches: that is the mean over "
-            "all")
-        return Weights(alike, warn(*parts) if case.still else None, parts)
-    if len(alone) == 1 or parallel(mine, mix(alike, each), bound):
-        return Weights(alike)
-    targets = [sum(update["counts"]) for update in alone]
-    whole = [count / max(sum(targets), 1) for count in targets]
-    fitted = torch.linalg.lstsq(torch.stack(each).T.double(),
-                                mine.double()[:, None]).solution[:, 0]
-    fitted = (fitted / fitted.sum()).tolist()
-    for weights, finding in (
-            (whole, ok("the loss is the mean over all targets of all ranks")),
-            (fitted, warn("the gradients are a weighted mean of those of "
-                          f"{len(each)} minibatches, with weights from "
-                          f"{min(fitted):.2f} to {max(fitted):.2f}", "right "
-                          "if these follow the numbers of tokens or samples"))
-    ):
-        if parallel(mine, mix(weights, each), bound) and min(weights) > 0 and (
-                weights is whole or len(mine) > 8 * len(each)):
-            return Weights(tuple(weights), finding if agrees(
-                mine, mix(weights, each)) else None)
-    return Weights(alike)
+        return MinibatchWeights(alike)
+    limit = GRADIENT * case.loosely
+    own_means = find_own_means(pair, mine, limit)
+    if own_means:
+        finding = None
+        if case.still:
+            finding = warn(own_means.cause, own_means.hint)
+        return MinibatchWeights(alike, finding, own_means)
+    if count == 1 or parallel(mine, mix(alike, each), limit):
+        return MinibatchWeights(alike)
+    targets = [sum(update["counts"]) for update in pair.single]
+    whole = [number / max(sum(targets), 1) for number in targets]
+    if has_weights(whole, mine, each, limit):
+        return with_finding(whole, mine, each, limit, ok(
+            "the loss is the mean over all targets of all ranks"))
+    fitted = fit_weights(mine, each)
+    if has_weights(fitted, mine, each, limit) and len(mine) > 8 * len(each):
+        return with_finding(fitted, mine, each, limit, warn(
+            "the gradients are a weighted mean of those of "
+            f"{len(each)} minibatches, with weights from "
+            f"{min(fitted):.2f} to {max(fitted):.2f}", "right "
+            "if these follow the numbers of tokens or samples"))
+    return MinibatchWeights(alike)
 
 
-def over_all(updates, weighed):
-    """Their gradients, if all targets of their passes had counted alike."""
-    return sum(len(update["counts"]) * vector for update, vector in zip(
-        updates, weighed, strict=True)) / sum(
-            sum(update["counts"]) for update in updates)
+def has_weights(weights: Sequence[float], mine: torch.Tensor,
+                each: Sequence[torch.Tensor], limit: float) -> bool:
+    """Return whether these weights give the direction of the gradients."""
+    return parallel(mine, mix(weights, each), limit) and min(weights) > 0
 
 
-def mix(weights, vectors):
-    return sum(weight * vector for weight, vector
-               in zip(weights, vectors, strict=True))
+def with_finding(weights: Sequence[float], mine: torch.Tensor,
+                 each: Sequence[torch.Tensor], limit: float, finding: Finding
+                 ) -> MinibatchWeights:
+    """Return the weights, with the finding if the gradients agree as well."""
+    if off(mine, mix(weights, each)) < limit:
+        return MinibatchWeights(weights, finding)
+    return MinibatchWeights(weights)
 
 
-def ratio_of(mine, good):
-    """The factor that brings the second closest to the first."""
-    return (mine @ good / good.square().sum().clamp(min=1e-30)).item()
+def fit_weights(mine: torch.Tensor, each: Sequence[torch.Tensor]
+                ) -> list[float]:
+    """Return the weights of vectors whose sum is closest to another vector.
 
-
-def parallel(mine, good, bound):
-    return off(mine, ratio_of(mine, good) * good) < bound
-
-
-def multiple_of(mine, good, size):
-    """The factor between two vectors of one direction, if it is nearly the
-    number of processes or its inverse, or certainly not 1; else None.
+    They are divided by their sum.
     """
-    ratio = ratio_of(mine, good)
-    alike = (mine @ good / (mine.norm() * good.norm()).clamp(min=1e-30)).item()
-    near = any(abs(ratio / factor - 1) < 0.15 for factor in (size, 1 / size))
-    far = abs(ratio - 1) > 0.5 and alike > 0.98
-    return ratio if alike > 0.9 and (near or far) else None
+    solution = torch.linalg.lstsq(torch.stack([*each]).T.double(),
+                                  mine.double()[:, None]).solution[:, 0]
+    fitted: list[float] = (solution / solution.sum()).tolist()
+    return fitted
 
 
-def loss_error(case, updates, alone, step, weights):
-    losses = [sum(update["losses"]) for update in updates]
-    if not all(update["losses"] for update in (*updates, *alone)):
+def find_own_means(pair: UpdatePair, mine: torch.Tensor, limit: float
+                   ) -> Explanation | None:
+    """Return what each part's loss is a mean of, if it is one of its own.
+
+    Four things have to hold. The parts have different numbers of targets, by
+    more than 1%; the gradients are the mean of the ranks' own; they would be
+    those of one process if all targets had counted alike; and that can be
+    said of the same parameters.
+
+    Args:
+        mine: the gradients of the ranks, in one vector.
+        limit: relative; of gradients that agree.
+    """
+    counts = sorted({count for update in pair.ranks
+                     for count in update["counts"]})
+    if not counts or counts[-1] <= 1.01 * counts[0]:
         return None
-    good = mix(weights, [sum(update["losses"]) for update in alone])
+    here, own, _ = gradients_of(pair.ranks, pair.ranks, "local")
+    if here is None or not own or len(here) != len(mine):
+        return None
+    if not off(here, add_up(own) / len(own)) < limit:
+        return None
+    _, ours, keys = gradients_of(pair.ranks, pair.ranks, "weighed")
+    _, theirs, others = gradients_of(pair.ranks, pair.single, "weighed")
+    if keys != others:
+        return None
+    if not off(over_all(pair.ranks, ours), over_all(pair.single, theirs)
+               ) < limit:
+        return None
+    part = "microbatch's"
+    if all(len(update["counts"]) == 1 for update in pair.ranks):
+        part = "rank's"
+    words = " or ".join(map(str, counts[:4]))
+    if pair.ranks[0]["targets"]:
+        words += " targets"
+    else:
+        words += " samples"
+    return Explanation(
+        f"each {part} loss is the mean over its own {words}, and all "
+        "count alike", "divide each sum by the mean number over all "
+        "ranks (all_reduce it) and microbatches: that is the mean over "
+        "all")
+
+
+def over_all(updates: Updates, weighed: Sequence[torch.Tensor]
+             ) -> torch.Tensor:
+    """Return the gradients if all targets of the updates had counted alike.
+
+    Args:
+        weighed: of each update, the gradients of its backward passes, each
+            times the number of its targets, added up.
+    """
+    sums = [len(update["counts"]) * vector
+            for update, vector in zip(updates, weighed, strict=True)]
+    return add_up(sums) / sum(sum(update["counts"]) for update in updates)
+
+
+def weighted_sum(weights: Sequence[float], numbers: Sequence[float]) -> float:
+    """Return the weighted sum of numbers."""
+    return sum(weight * number for weight, number
+               in zip(weights, numbers, strict=True))
+
+
+def loss_error(case: Comparison, pair: UpdatePair, weights: Sequence[float]
+               ) -> RelativeError | None:
+    """Measure the error of the mean loss; None if a loss was not seen.
+
+    It is relative to the loss of one process, or to its first one if that is
+    larger: a loss that has come close to 0 is but noise. Losses that add up to
+    one process's count as the same: each rank may have divided its sum by the
+    whole minibatch. A factor is one only if the gradients have the same, to
+    15%.
+    """
+    if not all(update["losses"] for update in (*pair.ranks, *pair.single)):
+        return None
+    losses = losses_of(pair.ranks)
+    good = weighted_sum(weights, losses_of(pair.single))
     mine = sum(losses) / len(losses)
     if abs(sum(losses) - good) < LOSS * case.loosely * abs(good):
         mine = good  # each has divided its sum by the whole minibatch
     first = sum(case.single[0]["losses"])
-    ratio = mine / (good or 1e-30)
-    here, each, _ = gradients_of(updates, alone)
-    multiple = each and multiple_of(here, mix(weights, each), case.size)
-    return (abs(mine - good) / max(abs(good), abs(first), 1e-30),
-            LOSS * case.loosely,
-            f"the mean loss is {mine:.6g}, with one process {good:.6g}",
-            ratio if multiple and abs(ratio / multiple - 1) < 0.15 else None)
+    ratio = mine / (good or TINY)
+    factor = None
+    here, each, _ = gradients_of(pair.ranks, pair.single)
+    if here is not None:
+        multiple = multiple_of(here, mix(weights, each), case.size)
+        if multiple and abs(ratio / multiple - 1) < 0.15:
+            factor = ratio
+    return RelativeError(
+        abs(mine - good) / max(abs(good), abs(first), TINY),
+        LOSS * case.loosely,
+        f"the mean loss is {mine:.6g}, with one process {good:.6g}", factor)
 
 
-def gradient_error(case, updates, alone, step, weights):
-    mine, each, keys = gradients_of(updates, alone)
+def gradient_error(case: Comparison, pair: UpdatePair,
+                   weights: Sequence[float]) -> RelativeError | None:
+    """Measure the error of all gradients as one vector.
+
+    It is relative to their length, or to that of the first gradients of one
+    process if that is larger: what has converged is but noise. None if they
+    differ between the ranks, or one process has none of these parameters.
+    """
+    mine, each, keys = gradients_of(pair.ranks, pair.single)
     if mine is None:
         return None
     good = mix(weights, each)
-    first = length(put_together(
-        [first_update(case, updates)], "gradients").tensors)
-    whole = ((mine - good).norm() / max(good.norm(), first, 1e-30)
-             ).item()  # what has converged is but noise
-    bound = GRADIENT * case.loosely * (10 if step else 1)
-    parts = (vector.split([*keys.values()]) for vector in (mine, good))
-    first = [key for key, *pair in zip(keys, *parts, strict=True)
-             if off(*pair) > bound]
+    first = put_together([first_update(case, pair.ranks)], "gradients")
+    scale = max(good.norm().item(), length(first.tensors), TINY)
+    amount = ((mine - good).norm() / scale).item()
+    limit = GRADIENT * case.loosely
+    if pair.step:
+        limit *= LATER_GRADIENT
     factor = f"{ratio_of(mine, good):.3g}"
-    return whole, bound, (
-        f"the gradients are {factor} times those of one process"
-        if factor != "1" and parallel(mine, good, bound)
-        else f"the gradients differ by {percent(whole)} from those of one "
-        f"process, first {case.named(first or keys)}"), multiple_of(
-            mine, good, case.size)
+    if factor != "1" and parallel(mine, good, limit):
+        text = f"the gradients are {factor} times those of one process"
+    else:
+        names = find_differing(keys, mine, good, limit) or keys
+        text = (f"the gradients differ by {percent(amount)} from those of one "
+                f"process, first {case.named(names)}")
+    return RelativeError(amount, limit, text,
+                         multiple_of(mine, good, case.size))
 
 
-def weight_error(case, updates, alone, step, weights):
-    """By how much of the way from the first weights they are off."""
+def find_differing(keys: Mapping[str, int], mine: torch.Tensor,
+                   good: torch.Tensor, limit: float) -> list[str]:
+    """Return the parameters whose parts of two vectors differ.
+
+    Args:
+        keys: the parameters, with their number of elements.
+    """
+    sizes = [*keys.values()]
+    parts = zip(keys, torch.split(mine, sizes), torch.split(good, sizes),
+                strict=True)
+    return [name for name, part, expected in parts
+            if off(part, expected) > limit]
+
+
+def weight_error(case: Comparison, pair: UpdatePair, weights: Sequence[float]
+                 ) -> RelativeError | None:
+    """Measure by how much of the way from the first weights they are off.
+
+    None if the weights after the update are not known, or not of the same
+    optimizer, or differ between the ranks.
+    """
+    updates, single = pair.ranks, pair.single
     if case.still or "weights" not in updates[0] or (
-            alone[0]["optimizer"] != updates[0]["optimizer"]):
+            single[0]["optimizer"] != updates[0]["optimizer"]):
         return None
-    begin = put_together([first_update(case, updates)], "before").tensors
-    mine = put_together(updates, "weights")
-    good = put_together(alone, "weights").tensors
-    keys = [key for key in good if key in mine.tensors and key in begin
-            and mine.tensors[key].shape == good[key].shape]
-    if mine.apart or not keys:
+    first = put_together([first_update(case, updates)], "before").tensors
+    ranks = put_together(updates, "weights")
+    expected = put_together(single, "weights").tensors
+    keys = [key for key in expected if key in ranks.tensors and key in first
+            and ranks.tensors[key].shape == expected[key].shape]
+    if ranks.apart or not keys:
         return None
-    begin, good, mine = (flat(tensors, keys) for tensors in (
-        begin, good, mine.tensors))
-    error = off(mine - begin, good - begin)
-    return error, min(0.5, UPDATE * case.loosely), (
-        f"the weights are off by {percent(error)} of the way that one process "
-        "has gone"), multiple_of(mine - begin, good - begin, case.size)
+    begin = flat(first, keys)
+    mine_moved = flat(ranks.tensors, keys) - begin
+    good_moved = flat(expected, keys) - begin
+    amount = off(mine_moved, good_moved)
+    return RelativeError(
+        amount, min(LARGEST_UPDATE_LIMIT, UPDATE * case.loosely),
+        f"the weights are off by {percent(amount)} of the way that one process"
+        " has gone", multiple_of(mine_moved, good_moved, case.size))
 
 
-def first_update(case, updates):
-    """Of the same optimizer, as one process."""
+def first_update(case: Comparison, updates: Updates) -> Update:
+    """Return one process's first update by the same optimizer."""
     return next(update for update in case.single
                 if update["optimizer"] == updates[0]["optimizer"])
 
 
-def reason(case):
-    """Why they differ by a few per cent though nothing is wrong, or None."""
+def explain_small_error(case: Comparison) -> Explanation | None:
+    """Say why the ranks differ by a few per cent though nothing is wrong."""
     if any(seen["batchnorm"] for seen in case.together.seen):
-        return ("BatchNorm takes the mean over the samples of one process",
-                "nn.SyncBatchNorm.convert_sync_batchnorm(model) takes it over "
-                "all, on GPUs")
+        return Explanation(
+            "BatchNorm takes the mean over the samples of one process",
+            "nn.SyncBatchNorm.convert_sync_batchnorm(model) takes it over "
+            "all, on GPUs")
     if any(seen["draws"] for seen in case.together.seen):
-        return ("the model draws random numbers, each rank its own",
-                "right if that is wanted: switch it off by a flag, if there "
-                "is one, to compare the rest")
+        return Explanation(
+            "the model draws random numbers, each rank its own",
+            "right if that is wanted: switch it off by a flag, if there "
+            "is one, to compare the rest")
     if case.still and any(update["mixed"] for update in case.updates[0]):
-        return ("ranks gather something before backward()", "a loss that "
-                "depends on the samples of all ranks is not the mean of "
-                f"those of {case.size} minibatches; keep the minibatch, to "
-                "compare")
+        return Explanation(
+            "ranks gather something before backward()", "a loss that "
+            "depends on the samples of all ranks is not the mean of "
+            f"those of {case.size} minibatches; keep the minibatch, to "
+            "compare")
     return None

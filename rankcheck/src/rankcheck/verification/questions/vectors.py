@@ -1,0 +1,62 @@
+"""Sums, factors and directions of vectors: of gradients and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from rankcheck.verification.comparison import off
+
+TINY = 1e-30  # the smallest divisor: of lengths that may be 0
+
+
+def mix(weights: Sequence[float], vectors: Sequence[torch.Tensor]
+        ) -> torch.Tensor:
+    """Return the weighted sum of vectors."""
+    return add_up([weight * vector for weight, vector
+                   in zip(weights, vectors, strict=True)])
+
+
+def add_up(vectors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of vectors, in their order."""
+    return sum(vectors, torch.zeros(()))
+
+
+def ratio_of(mine: torch.Tensor, good: torch.Tensor) -> float:
+    """Return the factor that brings the second closest to the first."""
+    return float((mine @ good / good.square().sum().clamp(min=TINY)).item())
+
+
+def parallel(mine: torch.Tensor, good: torch.Tensor, bound: float) -> bool:
+    """Return whether one vector is a multiple of the other.
+
+    Args:
+        bound: the relative error up to which it is.
+    """
+    return off(mine, ratio_of(mine, good) * good) < bound
+
+
+def multiple_of(mine: torch.Tensor, good: torch.Tensor, size: int
+                ) -> float | None:
+    """Return the factor between two vectors, if a fault makes such a factor.
+
+    BatchNorm and random numbers explain some per cent, no factor. So it is one
+    if the vectors have about one direction (a cosine of more than 0.9) and the
+    factor is the number of processes or its inverse, to 15%; or if they have
+    nearly one (0.98) and the factor is off 1 by more than 0.5. These limits
+    are chosen, not measured. Noise that is as large as the gradients hides a
+    factor, and one between 0.5 and 1.5 that is not `size` is not seen.
+
+    Args:
+        size: the number of processes.
+    """
+    ratio = ratio_of(mine, good)
+    lengths = (mine.norm() * good.norm()).clamp(min=TINY)
+    cosine = (mine @ good / lengths).item()
+    near_size = any(abs(ratio / factor - 1) < 0.15
+                    for factor in (size, 1 / size))
+    far_from_one = abs(ratio - 1) > 0.5 and cosine > 0.98
+    if cosine > 0.9 and (near_size or far_from_one):
+        return ratio
+    return None
