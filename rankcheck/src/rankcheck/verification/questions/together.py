@@ -25,21 +25,55 @@ from rankcheck.verification.comparison import (
     question,
     rows,
 )
+from rankcheck.verification.questions.records import Updates
+from rankcheck.verification.questions.vectors import add_up
 
 REDUCED = frozenset({Proof.REDUCED})
 EQUAL = frozenset({Proof.EQUAL})
 SUMMED = ("divide them by the number of processes after all_reduce, or call "
           "the DDP wrapper, which does")
 
+# Relative, of all weights as one vector: of a mean of the ranks' weights. The
+# script adds them up in an order of its own. Chosen, not measured.
+SAME_MEAN = 1e-5
+
+# Of the elements of an update's parameters, or of the updates: more than that
+# counts as all of them, as some parameters have no gradient. Chosen, not
+# measured.
+MOST = 0.5
+
+# Reductions of each element in an update: from which on that is more than one.
+# A script with two optimizers once had 3.9, as all gradients were divided by
+# the parameters of the first: `Turn` is for that. Chosen between one and two,
+# not measured.
+SEVERAL = 1.6
+
+# How many times as often as in any other update gradients are reduced in one:
+# below that it is said of all. Chosen, not measured.
+MORE_OFTEN = 1.1
+
+# Relative: of the mean loss of the first update, which is that of one process
+# within it; and of the learning rate times the number of processes, which
+# makes up for a sum within it. Chosen, not measured.
+CLOSE = 0.2
+
 
 @question("each rank draws random numbers of its own")
-def same_numbers(case):
+def same_numbers(case: Comparison) -> list[Finding]:
+    """Answer whether all ranks' generators are alike in each update.
+
+    Only of generators that are used between updates. Whether the model or the
+    data draw from them is not known: they may be alike on purpose.
+    """
     drawn = [[update["random"] for update in updates]
              for updates in case.updates if updates[0]["optimizer"] == 0]
-    names = [name for name in drawn[0][0]
-             if len(drawn) == len({ranks[0][name] for ranks in drawn}) > 1
-             and all(one[name] == ranks[0][name]
-                     for ranks in drawn for one in ranks)]
+    names = []
+    for name in drawn[0][0]:
+        states = [[states_of_rank[name] for states_of_rank in ranks]
+                  for ranks in drawn]
+        changes = len(drawn) == len({ranks[0] for ranks in states}) > 1
+        if changes and all(len(set(ranks)) == 1 for ranks in states):
+            names.append(name)
     if not names or case.splits_matrices:
         return []
     return [warn("all ranks draw the same random numbers in each update: "
@@ -49,73 +83,110 @@ def same_numbers(case):
 
 
 @question("the ranks train together at every update")
-def averages(case):
+def averages(case: Comparison) -> list[Finding]:
+    """Answer whether the weights, and not the gradients, are made equal.
+
+    They are if all ranks begin an update with the same weights, which no rank
+    had when it ended the update before, and the ranks differed by then.
+    """
     of_one = [updates for updates in case.updates
               if updates[0]["optimizer"] == 0 and "weights" in updates[0]]
-    at, whole = [0], True
+    equalized = []  # the updates before which that happens
+    are_means = True
     for i, (last, updates) in enumerate(itertools.pairwise(of_one), 1):
         ended = [update["weights"]["flat"] for update in last]
         begun = [update["now"]["flat"] for update in updates]
-        if (all(one.equal(begun[0]) for one in begun)
-                and not any(one.equal(begun[0]) for one in ended)
-                and not all(one.equal(ended[0]) for one in ended)):
-            at.append(i)
-            whole &= off(begun[0], sum(ended) / case.size) < 1e-5
-    if len(at) == 1:
+        if not (are_equal(begun) and not are_equal(ended)
+                and not any(weights.equal(begun[0]) for weights in ended)):
+            continue
+        equalized.append(i)
+        if not off(begun[0], add_up(ended) / case.size) < SAME_MEAN:
+            are_means = False
+    if not equalized:
         return []
-    every = min((b - a for a, b in itertools.pairwise(at[1:])), default=0)
-    words = f"weights are {'averaged' if whole else 'made equal'} " + (
-        f"every {every} updates" if every > 1 else "every update" if every
-        else f"before update {at[1]}")  # after others, perhaps
-    return [warn(words, "before that each rank trains alone, on its part of "
+    done = "made equal"
+    if are_means:
+        done = "averaged"
+    text = f"weights are {done} {how_often_equal(equalized)}"
+    return [warn(text, "before that each rank trains alone, on its part of "
                  "the minibatch: right for local SGD",
-                 learned={"apart": words, "averaged": words})]
+                 learned={"apart": text, "averaged": text})]
+
+
+def are_equal(vectors: list[torch.Tensor]) -> bool:
+    """Return whether all vectors are the same, bit for bit."""
+    return all(vector.equal(vectors[0]) for vector in vectors)
+
+
+def how_often_equal(updates: list[int]) -> str:
+    """Return in words at which updates weights are made equal."""
+    gaps = [after - before for before, after in itertools.pairwise(updates)]
+    if not gaps:
+        return f"before update {updates[0]}"  # after others, perhaps
+    if min(gaps) > 1:
+        return f"every {min(gaps)} updates"
+    return "every update"
 
 
 @question("buffers are equal on all ranks")
-def buffers(case):
+def buffers(case: Comparison) -> list[Finding]:
+    """Answer whether the buffers of a checkpoint are equal after updates."""
+    seen = False  # in the last update
     for step, updates in enumerate(case.updates):
         whole = put_together(updates, "buffers")
-        if whole.apart:
-            names = sorted({key.partition(".")[2] for key in whole.apart})
-            words = ("BatchNorm's running statistics" if any(
-                "running_" in name for name in names) else "buffers")
-            return [warn(
-                f"{words} differ between the ranks, after update {step}: "
-                f"{', '.join(names[:3])}", "if they are of each rank's own "
-                "samples: SyncBatchNorm, or average them before you evaluate "
-                "and save", numbers={"update": step})]
-    return [ok("buffers are equal on all ranks")] * bool(whole.tensors)
+        seen = bool(whole.tensors)
+        if not whole.apart:
+            continue
+        names = sorted({key.partition(".")[2] for key in whole.apart})
+        words = "buffers"
+        if any("running_" in name for name in names):
+            words = "BatchNorm's running statistics"
+        return [warn(
+            f"{words} differ between the ranks, after update {step}: "
+            f"{', '.join(names[:3])}", "if they are of each rank's own "
+            "samples: SyncBatchNorm, or average them before you evaluate "
+            "and save", numbers={"update": step})]
+    if not seen:
+        return []
+    return [ok("buffers are equal on all ranks")]
 
 
-def clipped_first(case):
-    return any(update["late"] > 0.5 * update["elements"]
-               for update, *_ in case.updates)
+def clipped_first(case: Comparison) -> bool:
+    """Return whether most gradients of an update are reduced after a clip."""
+    return any(updates[0]["late"] > MOST * updates[0]["elements"]
+               for updates in case.updates)
 
 
 @question("gradients are reduced once, and clipped after that")
-def reductions(case):
-    """By what was sent of them, and by what the optimizers got."""
+def reductions(case: Comparison) -> list[Finding]:
+    """Answer how often gradients are reduced, and when they are clipped.
+
+    By what was sent of them, and by what the optimizers got: where nothing
+    that was sent is a gradient, but the optimizers got the same ones for
+    different samples, the script has reduced them in a way of its own.
+    """
     if case.splits_matrices or case.averaged:
         return []  # activations are reduced, too; or weights
     mine = [updates[0] for updates in case.updates]
     elements = [max(case.elements(updates), 1) for updates in case.updates]
     times = [update["reduced"] / count
              for update, count in zip(mine, elements, strict=True)]
-    few = sum(times) < 0.5 * len(times)
+    few = sum(times) < MOST * len(times)
     if few and case.by_step:
         return [ok("gradients are reduced by the optimizer, in its step()",
                    proves=REDUCED)]
     equal = not any(put_together(updates, "gradients").apart
                     for updates in case.updates)
     for step, updates in enumerate(case.updates):
-        if times[step] >= 0.5:
+        if times[step] >= MOST:
             continue
         if few and shared(updates, "gradients"):
             break  # in another way
         if few or put_together(updates, "gradients").apart:
             return [not_reduced(case, step, elements[step])]
-    findings = how_often(case, mine, elements, few) if equal else []
+    findings = []
+    if equal:
+        findings += how_often(case, elements, few)
     if case.asked("clipped"):
         findings.append(warn(
             "gradients are clipped before scaler.unscale_(optimizer)", "call "
@@ -143,46 +214,35 @@ class Turn:
 
     @property
     def times(self) -> float:
+        """How often each element is reduced."""
         return self.reduced / max(self.elements, 1)
 
 
-def how_often(case: Comparison, mine: list[dict], elements: list[int],
-              otherwise: bool) -> list[Finding]:
+def how_often(case: Comparison, elements: list[int], otherwise: bool
+              ) -> list[Finding]:
     """Answer how often gradients are reduced in an update.
 
     Args:
-        mine: what rank 0 has recorded of each step.
         elements: of the parameters of each step, on all ranks.
         otherwise: whether they are equal without a reduction that was seen.
     """
     if otherwise:
-        words = "gradients are made equal in a way of the script's own"
-        if case.asked("fully_shard") and not any(
-                update["gradients"]["plain"] for updates in case.updates
-                for update in updates):
-            # a sharded parameter has no gradient before that
-            words = ("gradients are reduced by fully_shard; how often was not "
-                     "seen")
-        return [ok(words, proves=REDUCED)]
-    turns: list[Turn] = []
-    for step, update in enumerate(mine):
-        if not step or update["optimizer"] <= mine[step - 1]["optimizer"]:
-            turns.append(Turn(step))
-        turns[-1].reduced += update["reduced"]
-        turns[-1].elements += elements[step]
+        return [reduced_otherwise(case)]
+    mine = [updates[0] for updates in case.updates]
+    turns = take_turns(case, elements)
     most = max(turns, key=lambda turn: turn.times)
     megabytes = sum(update["bytes"] for update in mine) / len(mine) / 1e6
     calls = max(update["calls"] for update in mine)
     sent = f"{megabytes:.3g} MB in {calls} calls"
-    if most.times < 1.6:
+    if most.times < SEVERAL:
         return [ok(f"gradients are reduced once an update, {sent}",
                    proves=REDUCED)]
     where = f"in update {most.update}"
-    if most.times < 1.1 * min(turn.times for turn in turns):
+    if most.times < MORE_OFTEN * min(turn.times for turn in turns):
         where = "an update"
-    words = f"gradients are reduced {most.times:.2g} times {where}, {sent}"
+    text = f"gradients are reduced {most.times:.2g} times {where}, {sent}"
     if case.asked("fully_shard"):  # it costs memory to do otherwise
-        return [ok(words, proves=REDUCED)]
+        return [ok(text, proves=REDUCED)]
     advice = ("once is enough: all microbatches but the last under "
               "model.no_sync(), their forward pass, too; or does one loss "
               "take several passes?")
@@ -190,45 +250,91 @@ def how_often(case: Comparison, mine: list[dict], elements: list[int],
         advice = ("model.no_sync() takes effect in the forward pass, and was "
                   "entered without one: call the model inside it, for all "
                   "microbatches but the last")
-    return [warn(words, advice, proves=REDUCED)]
+    return [warn(text, advice, proves=REDUCED)]
 
 
-def shared(updates, what):
-    """Whether ranks that have computed others have the same of that."""
-    sums = put_together(updates, "sums")  # none of copies of the weights
-    others = sums.apart if sums.tensors else len({
-        (*update["samples"], *update["losses"]) for update in updates}) > 1
-    whole = put_together(updates, what)
-    return bool(others and whole.tensors and not whole.apart)
+def reduced_otherwise(case: Comparison) -> Finding:
+    """Say that gradients are equal without a reduction that was seen."""
+    if case.asked("fully_shard") and not any(
+            update["gradients"]["plain"] for updates in case.updates
+            for update in updates):
+        # a sharded parameter has no gradient before that
+        return ok("gradients are reduced by fully_shard; how often was not "
+                  "seen", proves=REDUCED)
+    return ok("gradients are made equal in a way of the script's own",
+              proves=REDUCED)
 
 
-def not_reduced(case, step, elements):
-    made, mine = case.asked("DistributedDataParallel"), case.updates[step][0]
-    hint = ("wrap the model in DistributedDataParallel and call that; or "
-            "all_reduce every gradient before optimizer.step()")
+def take_turns(case: Comparison, elements: list[int]) -> list[Turn]:
+    """Return the turns of the optimizers, with what rank 0 has reduced.
+
+    Args:
+        elements: of the parameters of each step, on all ranks.
+    """
+    turns: list[Turn] = []
+    last = -1  # optimizer
+    for step, updates in enumerate(case.updates):
+        number = updates[0]["optimizer"]
+        if not turns or number <= last:
+            turns.append(Turn(step))
+        turns[-1].reduced += updates[0]["reduced"]
+        turns[-1].elements += elements[step]
+        last = number
+    return turns
+
+
+def shared(updates: Updates, key: str) -> bool:
+    """Return whether the ranks have the same gradients of different samples.
+
+    What the ranks have computed by themselves tells that of samples and losses
+    where nothing is known of it, as of copies of the weights.
+
+    Args:
+        key: of an update: which gradients.
+    """
+    sums = put_together(updates, "sums")
+    if sums.tensors:
+        different = bool(sums.apart)
+    else:
+        different = len({(*update["samples"], *update["losses"])
+                         for update in updates}) > 1
+    whole = put_together(updates, key)
+    return different and bool(whole.tensors) and not whole.apart
+
+
+def not_reduced(case: Comparison, step: int, elements: int) -> Finding:
+    """Say that the gradients of an update are not reduced."""
+    reduced = case.updates[step][0]["reduced"]
+    text = (f"gradients are not reduced: {reduced:.0f} elements in "
+            f"an update of {elements:.0f}")
+    if step:
+        text = f"in update {step} {text}"
+    return fail(text, how_to_reduce(case), numbers={"update": step})
+
+
+def how_to_reduce(case: Comparison) -> str:
+    """Say what a script does wrong that does not reduce gradients."""
     if case.asked("fully_shard"):
-        hint = ("fully_shard reduces those of the modules that it was called "
-                "with, and not after set_requires_gradient_sync(False)")
         switched = case.asked("gradient sync")
         if switched and not any(switched):
-            hint = ("set_requires_gradient_sync() was only called with False: "
+            return ("set_requires_gradient_sync() was only called with False: "
                     "call it with True before the last microbatch")
-    elif made and not any(updates[0]["wrapped"] for updates in case.updates):
-        hint = ("the model is wrapped in DDP, but not called by it: call "
-                "model(...), not model.module(...) or the one inside")
-    elif made:
-        hint = ("DDP reduces only parameters that it wraps and that required "
+        return ("fully_shard reduces those of the modules that it was called "
+                "with, and not after set_requires_gradient_sync(False)")
+    if not case.asked("DistributedDataParallel"):
+        return ("wrap the model in DistributedDataParallel and call that; or "
+                "all_reduce every gradient before optimizer.step()")
+    if any(updates[0]["wrapped"] for updates in case.updates):
+        return ("DDP reduces only parameters that it wraps and that required "
                 "a gradient when it was made, in passes that call it, and not "
                 "under no_sync()")
-    words = (f"gradients are not reduced: {mine['reduced']:.0f} elements in "
-             f"an update of {elements:.0f}")
-    if step:
-        words = f"in update {step} {words}"
-    return fail(words, hint, numbers={"update": step})
+    return ("the model is wrapped in DDP, but not called by it: call "
+            "model(...), not model.module(...) or the one inside")
 
 
 @question("every parameter gets a gradient")
-def unused(case):
+def unused(case: Comparison) -> list[Finding]:
+    """Answer whether a parameter that an optimizer has gets no gradient."""
     keys = {key for updates in case.updates for update in updates
             for key in update["without"] if key not in case.split}
     if not keys:
@@ -236,131 +342,213 @@ def unused(case):
     switched = case.asked("gradient sync")
     if switched and not any(switched):
         return []  # FSDP2 has them elsewhere until it reduces them
-    words = f"{counted(keys, 'parameter')} got no gradient in "
-    if not any(update["gradients"][part] for updates in case.updates
-               for update in updates for part in ("plain", "sharded")):
-        return [fail(f"{words}any update: {case.named(keys)}", "the "
-                     "optimizer has other parameters than the model"
-                     + ": make it after fully_shard, which replaces them"
-                     * bool(case.asked("fully_shard")) if all(
-                         key.startswith("parameter ") for key in keys) else
-                     "does backward() come to them?")]
-    words = f"{words}some update: {case.named(keys)}"
-    return [ok(f"{words}, as DDP was told") if any(
-        case.asked("DistributedDataParallel")) else warn(
-            words, "unused? DDP then needs find_unused_parameters=True")]
+    text = f"{counted(keys, 'parameter')} got no gradient in "
+    if not has_gradients(case):
+        hint = "does backward() come to them?"
+        if all(key.startswith("parameter ") for key in keys):
+            hint = "the optimizer has other parameters than the model"
+            if case.asked("fully_shard"):
+                hint += ": make it after fully_shard, which replaces them"
+        return [fail(f"{text}any update: {case.named(keys)}", hint)]
+    text += f"some update: {case.named(keys)}"
+    if any(case.asked("DistributedDataParallel")):
+        return [ok(f"{text}, as DDP was told")]
+    return [warn(text, "unused? DDP then needs find_unused_parameters=True")]
+
+
+def has_gradients(case: Comparison) -> bool:
+    """Return whether an optimizer got a gradient in any update."""
+    for updates in case.updates:
+        for update in updates:
+            if update["gradients"]["plain"] or update["gradients"]["sharded"]:
+                return True
+    return False
 
 
 @question("gradients and weights are equal on all ranks")
-def equal(case):
+def equal(case: Comparison) -> list[Finding]:
+    """Answer whether all ranks have the same gradients, and then weights."""
     if case.averaged:
-        return
-    for when, what, hint in (
-            ("in", "gradients", "all ranks have to reduce all of them, after "
-             "the last backward()"),
-            ("after", "weights", "the same update on all ranks, from the same "
-             "weights and gradients")):
-        if what == "gradients" and (clipped_first(case) or case.by_step):
-            continue  # they are seen before that
-        for step, updates in enumerate(case.updates):
-            whole = put_together(updates, what)
-            if not whole.tensors:
-                break
-            if whole.apart:
-                yield fail(
-                    f"{when} update {step} the {what} of rank "
-                    f"{min(whole.differing)} are not rank 0's: "
-                    f"{case.named(whole.apart)}", hint,
-                    ranks=sorted(whole.differing), numbers={"update": step})
-                break
-        else:
-            # by_step: the weights tell of the gradients
-            shows = what == "gradients" or case.by_step
-            yield ok(f"{what} are equal on all ranks in all "
-                     f"{len(case.updates)} updates",
-                     proves=EQUAL if shows else frozenset())
+        return []
+    findings = []
+    if not clipped_first(case) and not case.by_step:
+        # else they are seen before that
+        findings.append(compare_ranks(
+            case, "gradients", "in", "all ranks have to reduce all of them, "
+            "after the last backward()", proves=EQUAL))
+    shows: frozenset[Proof] = frozenset()
+    if case.by_step:  # the weights tell of the gradients
+        shows = EQUAL
+    findings.append(compare_ranks(
+        case, "weights", "after", "the same update on all ranks, from the "
+        "same weights and gradients", proves=shows))
+    return [finding for finding in findings if finding]
+
+
+def compare_ranks(case: Comparison, key: str, when: str, hint: str,
+                  proves: frozenset[Proof]) -> Finding | None:
+    """Say whether the ranks have the same tensors in all updates.
+
+    Args:
+        key: of an update: which tensors.
+        when: "in" an update, or "after" it.
+        hint: what to do if they differ.
+        proves: what it shows if they do not.
+
+    Returns:
+        None if in an update no rank has any.
+    """
+    for step, updates in enumerate(case.updates):
+        whole = put_together(updates, key)
+        if not whole.tensors:
+            return None
+        if whole.apart:
+            return fail(
+                f"{when} update {step} the {key} of rank "
+                f"{min(whole.differing)} are not rank 0's: "
+                f"{case.named(whole.apart)}", hint,
+                ranks=sorted(whole.differing), numbers={"update": step})
+    return ok(f"{key} are equal on all ranks in all "
+              f"{len(case.updates)} updates", proves=proves)
+
+
+@dataclass(frozen=True)
+class ReducedGradients:
+    """The gradients that the optimizers got, and what they come from.
+
+    Attributes:
+        applied: the gradients, in one vector.
+        own: what each rank has computed of them.
+        elements: of each parameter in the vector, by its name.
+    """
+
+    applied: torch.Tensor
+    own: list[torch.Tensor]
+    elements: dict[str, int]
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The mean of what the ranks have computed."""
+        return add_up(self.own) / len(self.own)
 
 
 @question("gradients are the mean of the ranks' own")
-def mean(case):
-    worst, scaled = None, None  # of all updates; the first with a factor
+def mean(case: Comparison) -> list[Finding]:
+    """Answer whether the gradients are the mean, or a sum, or have a factor.
+
+    Whether the script has scaled its losses for that is not known, so that a
+    factor is a warning.
+    """
+    limit = GRADIENT * case.loosely
+    errors = []  # of the mean, in direction
     differ = False  # whether the ranks' own do, so that it is no mean of one
     sums = []  # where a sum is right
+    scaled: Finding | None = None  # the first with a factor
     for step, updates in enumerate(case.updates):
-        # the script's hooks may have changed the first, or reduced them
-        found = [gradients_of(updates, updates, what) for what in (
-            "local", "sums")[shared(updates, "local"):]]
-        if any(mine is None for mine, *_ in found):
+        found = find_reduced(updates)
+        if found is None:
             return []
-        mine, each, keys = min(found, key=lambda one: off(
-            one[0], sum(one[1]) / case.size))
-        good = sum(each) / case.size
+        mine, good = found.applied, found.mean
         if not good.any():
             continue
-        bound = GRADIENT * case.loosely
-        differ |= any(off(one, good) > bound for one in each)
-        if off(mine, good) < bound:
-            worst = max(worst or 0.0, off(mine, good))
-        elif off(mine, case.size * good) < bound:
+        if any(off(own, good) > limit for own in found.own):
+            differ = True
+        if off(mine, good) < limit:
+            errors.append(off(mine, good))
+            continue
+        if off(mine, case.size * good) < limit:
             finding = summed(case, step)
             if finding.verdict != "ok":
                 return [finding]
             sums.append(finding)
-        else:
-            owner = [r for r, one in enumerate(each) if off(mine, one) < bound]
-            if owner:
-                return [fail(f"in update {step} all ranks have the gradients "
-                             f"of rank {owner[0]} alone", "all_reduce adds "
-                             "up those of all ranks; broadcast does not")]
-            factor = (mine @ good / (good @ good)).item()
-            error = off(mine, factor * good)
-            worst = max(worst or 0.0, error)
-            scaled = scaled or (step, factor)
-            if not error <= bound:
-                sums = find_sums(mine, good, keys, case)
-                if sums:
-                    return [some_summed(case, step, sums)]
-                return [warn(f"in update {step} the gradients are not the "
-                             "mean of the ranks' own, off by "
-                             f"{percent(off(mine, good))}",
-                             "right if DDP's communication hook changes them"
-                             if case.asked("register_comm_hook") else
-                             "does the script change them otherwise, too?")]
+            continue
+        owners = [rank for rank, own in enumerate(found.own)
+                  if off(mine, own) < limit]
+        if owners:
+            return [fail(f"in update {step} all ranks have the gradients "
+                         f"of rank {owners[0]} alone", "all_reduce adds "
+                         "up those of all ranks; broadcast does not")]
+        factor = (mine @ good / (good @ good)).item()
+        error = off(mine, factor * good)
+        if not error <= limit:
+            return [not_the_mean(case, step, found)]
+        errors.append(error)
+        scaled = scaled or multiplied(step, factor)
     if scaled:
-        step, factor = scaled
-        return [warn(f"in update {step} the gradients are {factor:.4g} times "
-                     "the mean of the ranks' own", "right if the script "
-                     "scales them by itself, for the number of microbatches or"
-                     " to clip them; else it multiplies or divides once too "
-                     "often", numbers={"update": step, "factor": factor})]
+        return [scaled]
     if sums:
         return sums[:1]
-    return [] if worst is None else [ok(
-        "gradients are the mean of the ranks' own, before they are clipped "
-        f"(to {worst:.0e})", proves=REDUCED if differ else frozenset())]
+    if not errors:
+        return []
+    shows: frozenset[Proof] = frozenset()
+    if differ:
+        shows = REDUCED
+    return [ok("gradients are the mean of the ranks' own, before they are "
+               f"clipped (to {max(errors):.0e})", proves=shows)]
 
 
-def find_sums(mine: torch.Tensor, mean_of_ranks: torch.Tensor,
-              keys: dict[str, int], case: Comparison) -> set[str]:
+def find_reduced(updates: Updates) -> ReducedGradients | None:
+    """Return the gradients of an update, with what they are likely a mean of.
+
+    That is what a rank has at the end of its backward pass, or the sum of what
+    its passes have computed, whichever has the mean closest to the gradients.
+    The script's hooks may have changed the first, or reduced them: it is left
+    out if it is the same on ranks that have computed different ones.
+
+    Returns:
+        None if nothing is known of one of them.
+    """
+    kinds = ["local", "sums"]
+    if shared(updates, "local"):
+        kinds = ["sums"]
+    found = []
+    for kind in kinds:
+        applied, own, elements = gradients_of(updates, updates, kind)
+        if applied is None:
+            return None
+        found.append(ReducedGradients(applied, own, elements))
+    return min(found, key=lambda one: off(one.applied, one.mean))
+
+
+def multiplied(step: int, factor: float) -> Finding:
+    """Say that the gradients are the mean times a factor."""
+    return warn(f"in update {step} the gradients are {factor:.4g} times "
+                "the mean of the ranks' own", "right if the script "
+                "scales them by itself, for the number of microbatches or"
+                " to clip them; else it multiplies or divides once too "
+                "often", numbers={"update": step, "factor": factor})
+
+
+def not_the_mean(case: Comparison, step: int, found: ReducedGradients
+                 ) -> Finding:
+    """Say that the gradients are no multiple of the mean."""
+    names = find_sums(case, found)
+    if names:
+        return some_summed(case, step, names)
+    hint = "does the script change them otherwise, too?"
+    if case.asked("register_comm_hook"):
+        hint = "right if DDP's communication hook changes them"
+    return warn(f"in update {step} the gradients are not the "
+                "mean of the ranks' own, off by "
+                f"{percent(off(found.applied, found.mean))}", hint)
+
+
+def find_sums(case: Comparison, found: ReducedGradients) -> set[str]:
     """Return the parameters whose gradients are the sum over the ranks.
 
-    None if the gradients of another parameter are not the mean.
-
-    Args:
-        mine: the gradients of all parameters, in one vector.
-        mean_of_ranks: the mean of what the ranks have computed, likewise.
-        keys: the parameters, with their number of elements.
+    None of them if the gradients of another parameter are not the mean.
     """
-    bound = GRADIENT * case.loosely
-    sizes = [*keys.values()]
+    limit = GRADIENT * case.loosely
+    sizes = [*found.elements.values()]
+    parts = zip(found.elements, torch.split(found.applied, sizes),
+                torch.split(found.mean, sizes), strict=True)
     sums = set()
-    for key, part, mean_part in zip(
-            keys, mine.split(sizes), mean_of_ranks.split(sizes), strict=True):
-        if part.equal(mean_part) or off(part, mean_part) < bound:
+    for name, part, mean_part in parts:
+        if part.equal(mean_part) or off(part, mean_part) < limit:
             continue
-        if not off(part, case.size * mean_part) < bound:
+        if not off(part, case.size * mean_part) < limit:
             return set()
-        sums.add(key)
+        sums.add(name)
     return sums
 
 
@@ -391,11 +579,14 @@ def is_single_process_gradient(case: Comparison, step: int) -> bool:
         off(mine, good[0]) < GRADIENT * case.loosely)
 
 
-def summed(case, step):
-    """The sum is wrong unless each rank divides its loss by their number."""
-    mine, good = (sum(sum(update["losses"]) for update in updates)
-                  / max(len(updates), 1) for updates in (
-                      case.updates[0], case.single[:1]))
+def summed(case: Comparison, step: int) -> Finding:
+    """Say that the gradients are the sum over all ranks.
+
+    That is wrong unless each rank divides its loss by their number. It does
+    not if the mean loss of the first update is that of one process: then it is
+    a failure, unless the learning rate makes up for it. A loss that hardly
+    depends on the samples, as with one class, tells nothing of that.
+    """
     text = f"in update {step} the gradients are the sum over all ranks"
     if is_single_process_gradient(case, step):
         return ok(f"{text}, and those of one process")
@@ -403,8 +594,16 @@ def summed(case, step):
     if case.asked("register_comm_hook"):
         advice = ("a communication hook takes the place of DDP's average: "
                   "divide by the number of processes in it")
-    if good and abs(mine / good - 1) < 0.2 < abs(case.size * case.rate - 1):
+    mine, good = mean_loss(case.updates[0]), mean_loss(case.single[:1])
+    if good and abs(mine / good - 1) < CLOSE < abs(
+            case.size * case.rate - 1):
         return fail(f"{text}, not the mean: {case.size} times as much", advice)
     return warn(text, "right if each rank's loss is a sum divided by the "
                 "whole minibatch, or with SGD, the learning rate is divided "
-                "by their number; else " + advice)
+                f"by their number; else {advice}")
+
+
+def mean_loss(updates: Updates) -> float:
+    """Return the mean of the losses of several updates, 0 of none."""
+    losses = [sum(update["losses"]) for update in updates]
+    return sum(losses) / max(len(losses), 1)
