@@ -4,12 +4,13 @@ All processes are on this machine. The environment says otherwise: of N ranks,
 each half has the local ranks from 0 on, as torchrun gives them.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-
-import torch
 
 from rankcheck.engine.exits import in_brackets
 from rankcheck.engine.findings import (
@@ -38,19 +39,43 @@ from rankcheck.verification.questions.optimizers import (
     differences,
     show,
 )
-from rankcheck.verification.questions.single import parallel, ratio_of
+from rankcheck.verification.questions.records import (
+    Opener,
+    Updates,
+    sampler_starts,
+)
+from rankcheck.verification.questions.single import LATER_GRADIENT
+from rankcheck.verification.questions.vectors import parallel, ratio_of
 from rankcheck.verification.runs import count_updates
 
 NOT_YET = "they were not tried"
-STEPS = 2  # updates of this run
-CHANCE = 0.05  # of the samples of an update, which several ranks may read
+
+# Updates of this run: one with the first weights, and one with what an update
+# has made of them.
+STEPS = 2
+
+# Of the samples of an update: so many more may be read by several ranks as two
+# nodes than on one. Where they are drawn at random, it varies. Chosen, not
+# measured: with fewer than 20 samples one that is read twice is said.
+CHANCE = 0.05
+
+# Of the samples of an update: as two nodes it may have so many more, or fewer.
+# Chosen, not measured.
+OTHER_SIZE = 0.1
+
+# Relative, of weights that are the same before the first update: as
+# `SAME_START` in begin.py.
+SAME_WEIGHTS = 1e-6
+
+# Where each node usually has a folder of its own. A site may share one of
+# these, or have its own somewhere else: this is a guess.
 LOCAL = ("/tmp/", "/var/tmp/", "/dev/shm/", "/local/", "/scratch/local/")
 RANKS = ("RANK is a rank among all nodes, LOCAL_RANK one in its node, and "
          "WORLD_SIZE and LOCAL_WORLD_SIZE count likewise")
 
 
 def why_not(case: Comparison) -> str:
-    """Why nothing is known of the script on two nodes, "" if it is."""
+    """Say why nothing is known of the script on two nodes, "" if it is."""
     if case.nodes is not None:
         return case.nodes
     if case.size % 2:
@@ -69,32 +94,47 @@ def why_not(case: Comparison) -> str:
 
 @dataclass(frozen=True)
 class TwoNodes:
-    """The same ranks on one node and as two."""
+    """The same ranks on one node and as two.
 
-    case: Comparison  # with the run on one
-    trial: Trial  # as two
+    Attributes:
+        case: with the run on one node.
+        trial: the run as two.
+    """
 
-    def __post_init__(self) -> None:
-        view = self.case.view(self.trial)
-        object.__setattr__(self, "updates", list(zip(*view, strict=False)))
+    case: Comparison
+    trial: Trial
 
-    @property
-    def pairs(self) -> list[tuple]:
-        """(what the ranks recorded as two nodes, and on one) by update."""
-        return list(zip(self.updates, self.case.updates, strict=False))
+    @cached_property
+    def pairs(self) -> list[tuple[Updates, Updates]]:
+        """What the ranks recorded as two nodes, and on one, by update."""
+        updates = zip(*self.case.view(self.trial), strict=False)
+        return list(zip(updates, self.case.updates, strict=False))
 
     def node(self, rank: int) -> int:
+        """Return the node of a rank: 0 or 1."""
         return rank * 2 // self.case.size
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file that ranks write, all of them opening it at the same place."""
+
+    path: str
+    opener: Opener
+    ranks: list[int]
 
 
 @question("each rank of a node takes a GPU of its own")
 def own_device(case: Comparison) -> list[Finding]:
-    """Where the script names them by number, as in "cuda:0"."""
-    each = [seen["devices"] for seen in case.together.seen]
+    """Answer whether two ranks take the same GPU.
+
+    It is seen where the script names one by number, as in "cuda:0".
+    """
     if all_on_the_first(case):
         return []
-    taken: dict[int, int] = {}
-    for rank, numbers in enumerate(each):
+    taken: dict[int, int] = {}  # number of a GPU -> the rank that takes it
+    for rank, seen in enumerate(case.together.seen):
+        numbers = seen["devices"]
         if len(numbers) != 1:
             continue
         other = taken.setdefault(numbers[0], rank)
@@ -107,13 +147,17 @@ def own_device(case: Comparison) -> list[Finding]:
 
 
 def all_on_the_first(case: Comparison) -> bool:
-    """Whether all take GPU 0: each may see one alone, as srun can have it."""
+    """Return whether all take GPU 0.
+
+    Each may see one alone, as srun can have it.
+    """
     return all(seen["devices"] == [0] for seen in case.together.seen)
 
 
 @QUESTIONS.add("as two nodes the ranks train as on one",
                where=lambda case: why_not(case) == NOT_YET)
 def as_two_nodes(case: Comparison) -> Iterator[Finding]:
+    """Answer whether the ranks train as two nodes as they do on one."""
     trial, ended = case.runs("nodes", fewer=max(0, case.runs.steps - STEPS))
     if ended and trial.gave_up == "waits":
         yield ended
@@ -122,19 +166,22 @@ def as_two_nodes(case: Comparison) -> Iterator[Finding]:
         yield ok("the script is for one node: " + ended.text,
                  learned={"nodes": "the script refuses them"})
         return
-    uneven = [] if ended else count_updates(trial)
-    if ended or uneven:
-        finding = ended or uneven[0]
+    if not ended:
+        uneven = count_updates(trial)
         if uneven:
-            finding.sentence.insert(0, "as two nodes ")
-        if not finding.advice:
-            finding.hint = [f"on one node it does not: {RANKS}"]
-        finding.learned = {"nodes": ""}
-        yield finding
+            ended = uneven[0]
+            ended.sentence.insert(0, "as two nodes ")
+    if ended:
+        if not ended.advice:
+            ended.hint = [f"on one node it does not: {RANKS}"]
+        ended.learned = {"nodes": ""}
+        yield ended
         return
     both = TwoNodes(case, trial)
-    found = [*samples(both), *samplers(both), *weights(both), *told(both)]
-    found = found or gradients(both)
+    found = [*samples(both), *samplers(both), *weights(both),
+             *optimizer_settings(both)]
+    if not found:
+        found = gradients(both)
     if not found:
         found = [ok("as two nodes the ranks' weights and gradients are as "
                     "equal as on one node, and no more samples are read twice,"
@@ -144,9 +191,10 @@ def as_two_nodes(case: Comparison) -> Iterator[Finding]:
 
 
 def refuses(ended: Finding, script: Path) -> bool:
-    """Whether the script itself says that it is for one node.
+    """Return whether the script itself says that it is for one node.
 
-    By the words of its error, or as it asserts the number of nodes.
+    It does by the words of its error, or by an assertion about the number of
+    nodes: a search for words, which an error about something else may have.
     """
     words = ended.text.removeprefix("as two nodes ")
     if "AssertionError" in words:
@@ -159,20 +207,20 @@ def refuses(ended: Finding, script: Path) -> bool:
 
 
 def samples(both: TwoNodes) -> list[Finding]:
-    """Whether more of them are read by several ranks, or others at all."""
+    """Say whether more of them are read by several ranks, or others at all."""
     for step, pair in enumerate(both.pairs):
-        two, one = (rows(updates) for updates in pair)
+        two, one = rows(pair[0]), rows(pair[1])
         if not two or not one:
             continue
         twice = len(two) - len(set(two))
-        before = (len(one) - len(set(one))) / len(one)
-        if twice / len(two) > before + CHANCE:
+        twice_before = len(one) - len(set(one))
+        if twice / len(two) > twice_before / len(one) + CHANCE:
             return [fail(
                 f"as two nodes, in update {step} {twice} of {len(two)} samples"
                 " are read by several ranks, on one node "
-                f"{len(one) - len(set(one))}", "the data is divided by a "
+                f"{twice_before}", "the data is divided by a "
                 f"local number: {RANKS}")]
-        if abs(len(two) / len(one) - 1) > 0.1:
+        if abs(len(two) / len(one) - 1) > OTHER_SIZE:
             return [warn(
                 f"as two nodes an update has {len(two)} samples, with as many "
                 f"ranks on one node {len(one)}", "does the batch size or the "
@@ -181,13 +229,10 @@ def samples(both: TwoNodes) -> list[Finding]:
 
 
 def samplers(both: TwoNodes) -> list[Finding]:
-    """Whether they have other seeds, or take parts of other data."""
-    for i, kind in (1, "seeds"), (2, "subsets of the data"):
-        each = [{asked[i] for asked in trial.asked("sampler", rank)[:1]}
-                for trial in (both.case.together, both.trial)
-                for rank in range(both.case.size)]
-        one = set().union(*each[:both.case.size])
-        two = set().union(*each[both.case.size:])
+    """Say whether they have other seeds, or take parts of other data."""
+    for name, kind in ("seed", "seeds"), ("subset", "subsets of the data"):
+        one = sampler_values(both.case.together, both.case.size, name)
+        two = sampler_values(both.trial, both.case.size, name)
         if len(two) > 1 >= len(one):
             return [fail(
                 f"as two nodes the ranks' DistributedSamplers have different "
@@ -196,17 +241,28 @@ def samplers(both: TwoNodes) -> list[Finding]:
     return []
 
 
+def sampler_values(trial: Trial, size: int, name: str) -> set[object]:
+    """Return what each rank's first DistributedSampler has recorded.
+
+    Args:
+        size: the number of ranks.
+        name: of a field of `SamplerStart`.
+    """
+    return {getattr(start, name) for rank in range(size)
+            for start in sampler_starts(trial, rank)[:1]}
+
+
 def weights(both: TwoNodes) -> list[Finding]:
-    """Whether the ranks have different ones, or different gradients."""
-    for what, when in (("before", "before"), ("gradients", "in"),
-                       ("weights", "after")):
+    """Say whether the ranks have different ones, or different gradients."""
+    for key, name, when in (("before", "weights", "before"),
+                            ("gradients", "gradients", "in"),
+                            ("weights", "weights", "after")):
         for step, (two, one) in enumerate(both.pairs):
-            if not all(what in update and update[what] for update in two):
+            if not all(update.get(key) for update in two):
                 continue
-            whole = put_together(two, what)
-            known = [update for update in one if update.get(what)]
-            if whole.apart and not put_together(known, what).apart:
-                name = "gradients" if what == "gradients" else "weights"
+            whole = put_together(two, key)
+            known = [update for update in one if update.get(key)]
+            if whole.apart and not put_together(known, key).apart:
                 rank = min(whole.differing)
                 return [fail(
                     f"as two nodes, {when} update {step} the {name} of rank "
@@ -216,19 +272,19 @@ def weights(both: TwoNodes) -> list[Finding]:
     return []
 
 
-def told(both: TwoNodes) -> list[Finding]:
-    """Whether the optimizers are told something else."""
+def optimizer_settings(both: TwoNodes) -> list[Finding]:
+    """Say whether the optimizers are told something else."""
     for step, (two, one) in enumerate(both.pairs):
-        for mine, good in zip(two, one, strict=True):
-            pair = mine["rates"][:1], good["rates"][:1]
-            if all(pair) and not close(pair[0][0], pair[1][0]):
+        for update, expected in zip(two, one, strict=True):
+            rates, good_rates = update["rates"], expected["rates"]
+            if rates and good_rates and not close(rates[0], good_rates[0]):
                 return [warn(
-                    f"as two nodes the learning rate is {pair[0][0]:.3g} in "
+                    f"as two nodes the learning rate is {rates[0]:.3g} in "
                     f"update {step}, with as many ranks on one node "
-                    f"{pair[1][0]:.3g}", "does it follow LOCAL_WORLD_SIZE? "
+                    f"{good_rates[0]:.3g}", "does it follow LOCAL_WORLD_SIZE? "
                     f"{RANKS}")]
-    found = differences(*(by_parameter(trial.seen[0]) for trial in (
-        both.trial, both.case.together)))
+    found = differences(by_parameter(both.trial.seen[0]),
+                        by_parameter(both.case.together.seen[0]))
     for difference, names in found.items():
         return [warn(
             f"as two nodes the {difference.setting} of "
@@ -238,7 +294,7 @@ def told(both: TwoNodes) -> list[Finding]:
 
 
 def gradients(both: TwoNodes) -> list[Finding]:
-    """Whether they are the same for the same weights and samples.
+    """Say whether they are the same for the same weights and samples.
 
     Only where a single process and the ranks on one node agree: so nothing
     else is drawn at random.
@@ -247,85 +303,92 @@ def gradients(both: TwoNodes) -> list[Finding]:
     if case.apart or case.split or any(
             seen["draws"] for seen in both.trial.seen):
         return []
-    for step, (two, one) in enumerate(both.pairs[:case.compared]):
+    pairs = both.pairs[:case.compared]
+    for step, (two, one) in enumerate(pairs):
         if sorted(rows(two)) != sorted(rows(one)) or not rows(two):
             return []
-        if step == 0 and not same_tensors(two, one, "before"):
+        if step == 0 and not begin_alike(two, one):
             return []
-        mine, good = (put_together(updates, "gradients").tensors
-                      for updates in (two, one))
+        mine = put_together(two, "gradients").tensors
+        good = put_together(one, "gradients").tensors
         keys = [key for key in good if key in mine
                 and mine[key].shape == good[key].shape]
         if not keys:
             return []
         ours, theirs = flat(mine, keys), flat(good, keys)
-        bound = GRADIENT * case.loosely * (10 if step else 1)
+        limit = GRADIENT * case.loosely
+        if step:
+            limit *= LATER_GRADIENT
         error = off(ours, theirs)
-        if not error <= bound:
+        if not error <= limit:  # nan is not
             words = f"differ by {percent(error)} from those on one node"
-            if parallel(ours, theirs, bound):
+            if parallel(ours, theirs, limit):
                 words = (f"are {ratio_of(ours, theirs):.3g} times those on "
                          "one node")
             return [fail(
                 f"as two nodes, in update {step} the gradients {words}, of the"
                 " same samples", "does a factor, or a group of ranks that "
                 f"reduces them, follow LOCAL_WORLD_SIZE? {RANKS}")]
-    pairs = both.pairs[:case.compared]
     return [ok("as two nodes the ranks compute the gradients of as many ranks "
                f"on one node, in {counted(pairs, 'update')}")]
 
 
-def same_tensors(two: tuple, one: tuple, what: str) -> bool:
-    mine, good = (put_together([update for update in updates
-                                if update.get(what)], what)
-                  for updates in (two, one))
-    return torch.isfinite(torch.tensor(mine.error(good))).item() and (
-        mine.error(good) <= 1e-6)
+def begin_alike(two: Updates, one: Updates) -> bool:
+    """Return whether the ranks have the same weights before an update."""
+    mine = put_together([update for update in two if update["before"]],
+                        "before")
+    good = put_together([update for update in one if update["before"]],
+                        "before")
+    return mine.error(good) <= SAME_WEIGHTS  # neither nan nor infinity is
 
 
 def files(both: TwoNodes) -> Iterator[Finding]:
-    """Files of which each node has a writer, and on one node there is one."""
-    known = {who for who, ranks in writers(both.case.together)
-             if len(ranks) > 1}
-    openers: dict = {}
-    for (who, path), ranks in writers_of_paths(both.trial).items():
-        nodes = {both.node(rank) for rank in ranks}
-        if len(nodes) > 1 and who not in known and not is_local(
-                path, both.trial):
-            openers.setdefault(who, []).append((Path(path).name, ranks))
-    for who, found in openers.items():
-        names = ", ".join(sorted({name for name, _ in found})[:3])
-        ranks = " and ".join(map(str, found[0][1][:4]))
-        hint = ("on a file system that the nodes share, one rank among all "
-                "writes it: if RANK is 0, not LOCAL_RANK; right if the folder "
-                "is each node's own")
-        place = [Line(who)] if isinstance(who, int) and who else []
-        sentence = [f"as two nodes, ranks {ranks} write the same {names}",
-                    *in_brackets(place)]
-        if isinstance(who, str):
-            sentence[0] = f"{who}: {sentence[0]}"
-        finding = warn("", hint)
-        finding.sentence = sentence
+    """Yield a warning for the files of which each node has a writer.
+
+    Only of openers that write as one rank on one node.
+    """
+    known = {file.opener for file in find_written(both.case.together)
+             if len(file.ranks) > 1}
+    found: dict[Opener, list[WrittenFile]] = {}
+    for file in find_written(both.trial):
+        nodes = {both.node(rank) for rank in file.ranks}
+        if len(nodes) > 1 and file.opener not in known and not is_local(
+                file.path, both.trial):
+            found.setdefault(file.opener, []).append(file)
+    for opener, written in found.items():
+        names = ", ".join(sorted({Path(file.path).name
+                                  for file in written})[:3])
+        ranks = " and ".join(map(str, written[0].ranks[:4]))
+        text = f"as two nodes, ranks {ranks} write the same {names}"
+        if isinstance(opener, str):
+            text = f"{opener}: {text}"
+        finding = warn(
+            text, "on a file system that the nodes share, one rank among all "
+            "writes it: if RANK is 0, not LOCAL_RANK; right if the folder "
+            "is each node's own")
+        finding.sentence += in_brackets(places_of(opener))
         yield finding
 
 
-def writers_of_paths(trial: Trial) -> dict[tuple, list[int]]:
-    """(who opens it, the file) -> the ranks that do."""
-    found: dict = {}
+def places_of(opener: Opener) -> list[Line]:
+    """Return the line of the script that opens a file, if one does."""
+    if isinstance(opener, int) and opener:
+        return [Line(opener)]
+    return []
+
+
+def find_written(trial: Trial) -> list[WrittenFile]:
+    """Return the files that ranks write, one for each opener of each."""
+    found: dict[tuple[Opener, str], list[int]] = {}
     for rank, seen in enumerate(trial.seen):
-        for path, who in seen["written"].items():
-            found.setdefault((who, path), []).append(rank)
-    return found
-
-
-def writers(trial: Trial) -> list[tuple]:
-    """Pairs of who opens a file, and the ranks on which it does."""
-    return [(who, ranks) for (who, _), ranks
-            in writers_of_paths(trial).items()]
+        for path, opener in seen["written"].items():
+            found.setdefault((opener, path), []).append(rank)
+    return [WrittenFile(path, opener, ranks)
+            for (opener, path), ranks in found.items()]
 
 
 def is_local(path: str, trial: Trial) -> bool:
-    """Whether a file is where each node usually has its own."""
+    """Return whether a file is where each node usually has its own."""
     if path.startswith(f"{trial.copy}/"):
         return False
     temporary = f"{Path(trial.copy).parent}/tmp-nodes/"
@@ -333,35 +396,46 @@ def is_local(path: str, trial: Trial) -> bool:
 
 
 def caches(both: TwoNodes) -> list[Finding]:
-    """Files in a folder of each node that the other node reads."""
-    trial = both.trial
-    owners: dict[str, set[int]] = {}
-    lines: dict[str, object] = {}
-    for (who, path), ranks in writers_of_paths(trial).items():
-        if isinstance(who, int) and is_local(path, trial):
-            owners.setdefault(path, set()).update(map(both.node, ranks))
-            lines[path] = who
-    for rank, seen in enumerate(trial.seen):
+    """Say whether a rank reads what the other node alone has written.
+
+    Only of files in a folder that each node usually has for itself.
+    """
+    nodes: dict[str, set[int]] = {}  # by path: which have written it
+    openers: dict[str, int] = {}
+    for file in find_written(both.trial):
+        if isinstance(file.opener, int) and is_local(file.path, both.trial):
+            nodes.setdefault(file.path, set()).update(
+                map(both.node, file.ranks))
+            openers[file.path] = file.opener
+    for rank, seen in enumerate(both.trial.seen):
         for path in seen["read"]:
-            nodes = owners.get(path, {both.node(rank)})
-            if both.node(rank) not in nodes:
-                place = Path(path)
-                where = place.parent
-                if str(where).startswith(f"{Path(trial.copy).parent}/"):
-                    where = "the folder for temporary files"
-                finding = warn("", "each node has its own: there, on each of "
-                               "them one rank has to write it, if LOCAL_RANK "
-                               "is 0; or put it where all nodes can read it")
-                finding.sentence = [
-                    f"as two nodes, rank {rank} reads {place.name} in {where},"
-                    " which only the other node has written",
-                    *in_brackets([Line(lines[path])] * bool(lines[path]))]
-                return [finding]
+            if path in nodes and both.node(rank) not in nodes[path]:
+                return [reads_of_other_node(both.trial, rank, path,
+                                            openers[path])]
     return []
 
 
+def reads_of_other_node(trial: Trial, rank: int, path: str, opener: int
+                        ) -> Finding:
+    """Say that a rank reads what the other node alone has written."""
+    place = Path(path)
+    where = str(place.parent)
+    if where.startswith(f"{Path(trial.copy).parent}/"):
+        where = "the folder for temporary files"
+    finding = warn(
+        f"as two nodes, rank {rank} reads {place.name} in {where},"
+        " which only the other node has written", "each node has its own: "
+        "there, on each of them one rank has to write it, if LOCAL_RANK "
+        "is 0; or put it where all nodes can read it")
+    finding.sentence += in_brackets(places_of(opener))
+    return finding
+
+
 def devices(both: TwoNodes) -> list[Finding]:
-    """Numbers of GPUs that a node has not, where a CPU stands in for them."""
+    """Say whether a rank takes the number of a GPU that a node has not.
+
+    It is seen where a CPU stands in for GPUs, one for each rank of a node.
+    """
     count = both.case.size // 2
     for rank, seen in enumerate(both.trial.seen):
         beyond = [number for number in seen["devices"] if number >= count]
