@@ -6,20 +6,33 @@ flags that resume it, and compared: with itself in that update, and after it
 with the run that was not interrupted.
 """
 
-from collections import Counter
+from __future__ import annotations
 
-from rankcheck.engine.findings import fail, ok, percent, warn
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from rankcheck.engine.findings import Finding, fail, ok, percent, warn
+from rankcheck.engine.trial import Trial
 from rankcheck.record.tensors import names as names_of
 from rankcheck.record.tensors import put_together, relative_error
-from rankcheck.verification.comparison import question
+from rankcheck.verification.comparison import Comparison, question
+from rankcheck.verification.questions.records import Updates
 
-SAME = 1e-6  # relative: what was saved is to come back as it was
-CLOSE = 1e-4  # of what is computed from it
+# Relative. What was saved comes back bit for bit, so that only a conversion to
+# fp32 is left, of which one step is 1.2e-7. Chosen for that, not measured:
+# weights that are saved in bf16 are said to be off.
+SAME = 1e-6
+
+# Relative: of losses, weights and buffers that are computed from what came
+# back, over several updates. Chosen, not measured; what is off by less is not
+# seen.
+CLOSE = 1e-4
 
 
 @question("a resume brings everything back",
           where=lambda case: case.runs.resume_flags is not None)
-def comes_back(case):
+def comes_back(case: Comparison) -> list[Finding]:
+    """Answer whether a resume continues the run that was ended."""
     first, ended = case.runs("saved")
     if ended:
         return [ended]
@@ -33,164 +46,258 @@ def comes_back(case):
         return [warn("the ranks save after different updates", "verify "
                      "cannot tell what a resume brings back")]
     at = places.pop()  # updates of all optimizers before that
-    made = sum(update["optimizer"] == first.seen[0]["updates"][at]["optimizer"]
-               for update in first.seen[0]["updates"][:at])
+    made = count_made(first.seen[0]["updates"], at)
     again, ended = case.runs("resumed", case.runs.resume_flags, made)
     if ended:
         return [ended]
-    stopped, back, whole = map(by_update, (first, again, case.together))
+    stopped, back = by_update(first), by_update(again)
+    whole = by_update(case.together)
     before, good = stopped[:at], stopped[at:]
-    same = error_of(stopped[0], whole[0], "before") <= SAME and all(
-        samples(one) == samples(other) and all(
-            a["rates"] == b["rates"] for a, b in zip(one, other, strict=True))
-        for one, other in zip(stopped, whole, strict=False))
-    if same:
+    repeats = are_alike(stopped, whole)
+    if repeats:
         good = good + whole[len(stopped):]
     drawn = random_numbers(before, good, back)
+    lost = drawn[0].ranks
     findings = [*weights(before, good, back), *kept(case, good, back),
                 *learning_rates(before, good, back), *drawn,
-                *position(before, good, back, drawn[0].ranks)]
-    if not same:
+                *position(before, good, back, lost)]
+    if not repeats:
         findings.append(warn(
             "only the next update was compared: two runs with the same flags "
             "differ", "set a seed, and write {run} into the flag that names "
             "its folder"))
     elif not any(finding.verdict == "FAIL" for finding in findings):
-        findings += afterwards(good, back, drawn[0].ranks)
+        findings += afterwards(good, back, lost)
     for finding in findings:
         finding.sentence.insert(0, f"a resume after {made} updates: ")
     return findings
 
 
-def by_update(trial):
-    """What all ranks have recorded of each update."""
+def count_made(updates: Updates, at: int) -> int:
+    """Count the updates before one that are of the same optimizer.
+
+    Args:
+        updates: of all optimizers of a rank.
+        at: the number of the one.
+    """
+    number = updates[at]["optimizer"]
+    return sum(update["optimizer"] == number for update in updates[:at])
+
+
+def by_update(trial: Trial) -> list[Updates]:
+    """Return what all ranks have recorded of each update."""
     return list(zip(*(seen["updates"] for seen in trial.seen), strict=False))
 
 
-def samples(updates):
+def are_alike(stopped: Sequence[Updates], whole: Sequence[Updates]) -> bool:
+    """Return whether two runs from the beginning do the same.
+
+    They do if they begin with the same weights, and then have the same samples
+    and rates: losses and weights that differ by then are not looked at.
+    """
+    if not error_of(stopped[0], whole[0], "before") <= SAME:
+        return False
+    for updates, others in zip(stopped, whole, strict=False):
+        if samples(updates) != samples(others):
+            return False
+        for update, other in zip(updates, others, strict=True):
+            if update["rates"] != other["rates"]:
+                return False
+    return True
+
+
+def samples(updates: Updates) -> Counter[str]:
+    """Return how often the ranks read each sample."""
     return Counter(row for update in updates for row in update["rows"])
 
 
-def error_of(updates, good, what):
-    """How far off what they have recorded of it is, relatively."""
-    return put_together(updates, what).error(put_together(good, what))
+def error_of(updates: Updates, good: Updates, key: str) -> float:
+    """Return the relative error of what the ranks have recorded.
+
+    Args:
+        key: of an update: "before", "weights" or "buffers".
+    """
+    return put_together(updates, key).error(put_together(good, key))
 
 
-def firsts(good, back):
-    """The first update of each optimizer: (uninterrupted, resumed)."""
-    found = {}
-    for one, other in zip(good, back, strict=False):
-        if one[0]["before"] and other[0]["before"]:
-            found.setdefault(one[0]["optimizer"], (one, other))
-    return found.values()
+def firsts(good: Sequence[Updates], back: Sequence[Updates]
+           ) -> list[tuple[Updates, Updates]]:
+    """Return the first update of each optimizer: uninterrupted, resumed."""
+    found: dict[int, tuple[Updates, Updates]] = {}
+    for updates, resumed in zip(good, back, strict=False):
+        if updates[0]["before"] and resumed[0]["before"]:
+            found.setdefault(updates[0]["optimizer"], (updates, resumed))
+    return [*found.values()]
 
 
-def weights(before, good, back):
-    for one, other in firsts(good, back):
-        error = error_of(other, one, "before")
-        if not error <= SAME:  # nan is not
-            begin = next((updates for updates in before if updates[0][
-                "optimizer"] == one[0]["optimizer"]), one)
-            return [fail("the weights begin anew" if error_of(
-                other, begin, "before") < SAME else
-                f"the weights are off by {percent(error)}",
-                "load them: model.load_state_dict(...)")]
+def weights(before: Sequence[Updates], good: Sequence[Updates],
+            back: Sequence[Updates]) -> list[Finding]:
+    """Say whether the weights come back.
+
+    Args:
+        before: the updates before the one in which the run was ended.
+        good: those from there on, of the run that was not resumed.
+        back: those of the resumed run. So below.
+    """
+    for updates, resumed in firsts(good, back):
+        error = error_of(resumed, updates, "before")
+        if error <= SAME:  # nan is not
+            continue
+        begin = first_of_optimizer(before, updates)
+        text = f"the weights are off by {percent(error)}"
+        if error_of(resumed, begin, "before") < SAME:
+            text = "the weights begin anew"
+        return [fail(text, "load them: model.load_state_dict(...)")]
     return [ok("the weights come back")]
 
 
-def kept(case, good, back):
-    """What the optimizers keep: moments, the number of their steps."""
+def first_of_optimizer(before: Sequence[Updates], updates: Updates
+                       ) -> Updates:
+    """Return the first update of the same optimizer, else the one itself."""
+    number = updates[0]["optimizer"]
+    for earlier in before:
+        if earlier[0]["optimizer"] == number:
+            return earlier
+    return updates
+
+
+def kept(case: Comparison, good: Sequence[Updates], back: Sequence[Updates]
+         ) -> list[Finding]:
+    """Say whether what the optimizers keep comes back.
+
+    That are moments, and the number of their steps.
+    """
     load = ("load it, once the optimizer has its parameters: "
             "optimizer.load_state_dict(...)")
-    names = set()
-    for one, other in firsts(good, back):
-        lack = [rank for rank, (saved, mine) in enumerate(zip(
-            one, other, strict=True))
-            if names_of(saved["kept"]) - names_of(mine["kept"])]
-        if 0 < len(lack) < len(one):
+    names: set[str] = set()
+    for updates, resumed in firsts(good, back):
+        lack = [rank for rank, (update, other) in enumerate(zip(
+            updates, resumed, strict=True))
+            if names_of(update["kept"]) - names_of(other["kept"])]
+        if 0 < len(lack) < len(updates):
             return [fail("the optimizer's state does not come back on rank "
                          f"{lack[0]}", f"every rank: {load}", ranks=lack)]
-        saved, mine = (put_together(updates, "kept").tensors
-                       for updates in (one, other))
+        saved = put_together(updates, "kept").tensors
+        loaded = put_together(resumed, "kept").tensors
         for key, expected in saved.items():
             weight, _, name = key.rpartition(" ")
             names.add(name)
             state = f"{name} of {case.named([weight])}"
-            value = mine.get(key)
-            if value is None or value.shape != expected.shape:
+            value = loaded.get(key)
+            if value is None:
                 return [fail("the optimizer's state does not come back: no "
-                             + state + " in that shape" * (value is not None),
-                             load)]
+                             f"{state}", load)]
+            if value.shape != expected.shape:
+                return [fail("the optimizer's state does not come back: no "
+                             f"{state} in that shape", load)]
             error = relative_error({key: value}, {key: expected})
             if not error <= SAME:
-                return [fail(f"the optimizer's {state} is " + (
-                    f"{value.item():g}, not {expected.item():g}"
-                    if value.numel() == 1 else f"off by {percent(error)}"),
-                    load)]
+                text = f"off by {percent(error)}"
+                if value.numel() == 1:
+                    text = f"{value.item():g}, not {expected.item():g}"
+                return [fail(f"the optimizer's {state} is {text}", load)]
+    if not names:
+        return [ok("the optimizer keeps no state")]
     return [ok("the optimizer's state comes back "
-               f"({', '.join(sorted(names))})" if names else
-               "the optimizer keeps no state")]
+               f"({', '.join(sorted(names))})")]
 
 
-def learning_rates(before, good, back):
-    for i, (one, other) in enumerate(zip(good, back, strict=False)):
-        mine, saved = other[0]["rates"], one[0]["rates"]
-        if len(mine) != len(saved) or not all(
-                abs(a - b) <= SAME * abs(b) for a, b in zip(mine, saved,
-                                                           strict=True)):
-            anew = i < len(before) and mine == before[i][0]["rates"]
-            return [fail(
-                f"the learning rate is {mine[0]:.6g}, not {saved[0]:.6g}, "
-                f"{later(i)}" + ", as at the start" * anew, "it follows from "
-                "the step: scheduler.load_state_dict(...), or count the "
-                "steps on")]
-    return [ok(f"the learning rate goes on ({good[0][0]['rates'][0]:.4g})"
-               if good[0][0]["rates"] else "no learning rate was seen")]
+def learning_rates(before: Sequence[Updates], good: Sequence[Updates],
+                   back: Sequence[Updates]) -> list[Finding]:
+    """Say whether the learning rate goes on from where it was."""
+    for i, (updates, resumed) in enumerate(zip(good, back, strict=False)):
+        rates, expected = resumed[0]["rates"], updates[0]["rates"]
+        if are_same_rates(rates, expected):
+            continue
+        text = (f"the learning rate is {rates[0]:.6g}, not {expected[0]:.6g}, "
+                f"{later(i)}")
+        if i < len(before) and rates == before[i][0]["rates"]:
+            text += ", as at the start"
+        return [fail(text, "it follows from "
+                     "the step: scheduler.load_state_dict(...), or count the "
+                     "steps on")]
+    rates = good[0][0]["rates"]
+    if not rates:
+        return [ok("no learning rate was seen")]
+    return [ok(f"the learning rate goes on ({rates[0]:.4g})")]
 
 
-def later(i):
-    return f"{i} updates later" if i > 1 else (
-        "in the update after the next" if i else "in the next update")
-
-
-def severity(good, lost):
-    """Of what other random numbers may change: `warn` if all ranks draw
-    others, `fail` if only some do (lost), or none.
+def are_same_rates(rates: Sequence[float], expected: Sequence[float]) -> bool:
+    """Return whether the rates of all groups are the same, but for rounding.
     """
-    return warn if len(lost) == len(good[0]) else fail
+    if len(rates) != len(expected):
+        return False
+    return all(abs(rate - good) <= SAME * abs(good)
+               for rate, good in zip(rates, expected, strict=True))
 
 
-def position(before, good, back, lost):
-    """Does it go on in the data where it was? lost: as in `severity`."""
+def later(i: int) -> str:
+    """Say how long after the resume an update is. i: counted from 0."""
+    if i == 0:
+        return "in the next update"
+    if i == 1:
+        return "in the update after the next"
+    return f"{i} updates later"
+
+
+def severity(good: Sequence[Updates], lost: Sequence[int]
+             ) -> Callable[[str, str], Finding]:
+    """Return how severe a difference is that random numbers may explain.
+
+    Args:
+        lost: the ranks that draw other random numbers after the resume.
+
+    Returns:
+        `warn` if all ranks do; `fail` if only some do, or none.
+    """
+    if len(lost) == len(good[0]):
+        return warn
+    return fail
+
+
+def position(before: Sequence[Updates], good: Sequence[Updates],
+             back: Sequence[Updates], lost: Sequence[int]) -> list[Finding]:
+    """Say whether it goes on in the data where it was.
+
+    Args:
+        lost: as in `severity`.
+    """
     if not samples(good[0]):
         return [warn("its position in the data was not seen", "no samples "
                      "were seen: a sample is a row of what the model gets")]
-    for i, (one, other) in enumerate(zip(good, back, strict=False)):
-        if samples(one) == samples(other):
+    for i, (updates, resumed) in enumerate(zip(good, back, strict=False)):
+        read = samples(resumed)
+        if samples(updates) == read:
             continue
-        old = next((j for j, updates in enumerate(before)
-                    if samples(updates) == samples(other)), None)
         hint = ("save the position in the data, with the seed of its order, "
                 "and skip what was read")
-        if old is not None:
-            return [fail(f"{later(i)} it reads the samples of update {old} "
-                         "again", hint)]
-        return [severity(good, lost)(
-            f"{later(i)} it reads other samples than without the stop", hint
-            + "; or the other random numbers are all of it" * bool(lost))]
+        for number, earlier in enumerate(before):
+            if samples(earlier) == read:
+                return [fail(f"{later(i)} it reads the samples of update "
+                             f"{number} again", hint)]
+        if lost:
+            hint += "; or the other random numbers are all of it"
+        say = severity(good, lost)
+        return [say(f"{later(i)} it reads other samples than without the stop",
+                    hint)]
     return [ok("it goes on in the data where it was")]
 
 
-def random_numbers(before, good, back):
-    """Only of generators that the script has used between two updates."""
+def random_numbers(before: Sequence[Updates], good: Sequence[Updates],
+                   back: Sequence[Updates]) -> list[Finding]:
+    """Say whether the generators go on from where they were.
+
+    Only of those that the script has used between two updates: a generator is
+    not compared if its state stays the same on each rank. Those of a worker or
+    of the script's own are not seen.
+    """
     if len(before) < 2:
         return [warn("whether random numbers are drawn was not seen: it has "
                      "saved after the first update", "let it save later")]
-    texts = []
+    findings = []
     for name in good[0][0]["random"]:
-        if all(len({update["random"][name] for update in updates}) == 1
-               for updates in zip(*before, strict=True)):
-            continue  # on each rank
+        if is_unused(name, before):
+            continue
         wrong = [rank for rank, update in enumerate(back[0])
                  if update["random"][name] != good[0][rank]["random"][name]]
         if wrong:
@@ -198,32 +305,54 @@ def random_numbers(before, good, back):
                          f"{wrong[0]})", "dropout, augmentation and sampling "
                          "draw others then: save each rank's generators, or "
                          "seed them from the step", ranks=wrong)]
-        texts.append(ok(f"{name} random numbers go on"))
-    return texts or [ok("no random numbers are drawn from one update to the "
-                        "next")]
+        findings.append(ok(f"{name} random numbers go on"))
+    if not findings:
+        return [ok("no random numbers are drawn from one update to the next")]
+    return findings
 
 
-def afterwards(good, back, lost=()):
-    """Is what is computed from it the same, too? lost: as in `severity`."""
-    count, fault = 0, severity(good, lost)
-    hint = ("the other random numbers may be all of it" if lost else
-            "something else does not come back: BatchNorm's statistics, a "
+def is_unused(name: str, before: Sequence[Updates]) -> bool:
+    """Return whether a generator's state stays the same on each rank."""
+    for updates in zip(*before, strict=True):  # of a rank
+        if len({update["random"][name] for update in updates}) > 1:
+            return False
+    return True
+
+
+def afterwards(good: Sequence[Updates], back: Sequence[Updates],
+               lost: Sequence[int] = ()) -> list[Finding]:
+    """Say whether what is computed from it is the same, too.
+
+    Args:
+        lost: as in `severity`.
+    """
+    count = 0
+    say = severity(good, lost)
+    hint = ("something else does not come back: BatchNorm's statistics, a "
             "setting of the optimizer, the scale of a GradScaler, the seed?")
-    for i, (one, other) in enumerate(zip(good, back, strict=False)):
-        mine, expected = (sum(sum(update["losses"]) for update in updates)
-                          for updates in (other, one))
-        if not abs(mine - expected) <= CLOSE * max(abs(expected), 1e-30):
-            return [fault(f"{later(i)} the loss is {mine / len(one):.6g}, not "
-                          f"{expected / len(one):.6g}", hint)]
-        for what in ("weights", "buffers"):
-            if what in one[0] and what in other[0]:
-                count += what == "weights"
-                error = error_of(other, one, what)
-                if not error <= CLOSE:
-                    return [fault(f"{later(i)} the {what} are off by "
-                                  f"{percent(error)}", hint)]
+    if lost:
+        hint = "the other random numbers may be all of it"
+    for i, (updates, resumed) in enumerate(zip(good, back, strict=False)):
+        loss, expected = total_loss(resumed), total_loss(updates)
+        if not abs(loss - expected) <= CLOSE * max(abs(expected), 1e-30):
+            return [say(f"{later(i)} the loss is {loss / len(updates):.6g}, "
+                        f"not {expected / len(updates):.6g}", hint)]
+        for key in ("weights", "buffers"):
+            if key not in updates[0] or key not in resumed[0]:
+                continue
+            if key == "weights":
+                count += 1
+            error = error_of(resumed, updates, key)
+            if not error <= CLOSE:
+                return [say(f"{later(i)} the {key} are off by "
+                            f"{percent(error)}", hint)]
     if not count:
         return [warn("no update after it was compared", "let it save "
                      "earlier, or watch more updates: --steps")]
     return [ok(f"the {count} updates after it are those of the run that was "
                "not stopped")]
+
+
+def total_loss(updates: Updates) -> float:
+    """Return the sum of the losses of all ranks."""
+    return sum(sum(update["losses"]) for update in updates)
