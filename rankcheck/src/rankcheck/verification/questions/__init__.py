@@ -72,20 +72,31 @@ def verify(runs: Runs) -> Answers:
 
 def missing(findings: list[Finding], case: Comparison) -> list[str]:
     """Say what status 0 requires and no finding shows."""
-    shown = set().union(*(finding.proves for finding in findings))
+    shown: set[Proof] = set()
+    for finding in findings:
+        shown |= finding.proves
     lacks = [words for proof, words in REQUIRED.items() if proof not in shown]
     if lacks and Proof.SINGLE not in shown and case.apart:
         lacks[-1] += f" ({case.apart})"
     return lacks
 
 
-def by_update(findings):
-    """The same, those that name an update in the order of the updates."""
-    named = iter(sorted(
-        (finding for finding in findings if "update" in finding.numbers),
-        key=lambda finding: finding.numbers["update"]))
-    return [next(named) if "update" in finding.numbers else finding
-            for finding in findings]
+def by_update(findings: list[Finding]) -> list[Finding]:
+    """Return the same, those that name an update in the order of the updates.
+
+    All others keep their places.
+    """
+    named = sorted((finding for finding in findings
+                    if "update" in finding.numbers),
+                   key=lambda finding: finding.numbers["update"])
+    following = iter(named)
+    ordered = []
+    for finding in findings:
+        if "update" in finding.numbers:
+            ordered.append(next(following))
+        else:
+            ordered.append(finding)
+    return ordered
 
 
 def ask(question: Question[Comparison, Ask], case: Comparison
@@ -107,44 +118,83 @@ def may_be(case: Comparison) -> str:
             "its part, samples are read twice or never")
 
 
-def not_seen(case):
+def not_seen(case: Comparison) -> list[str]:
+    """Say what the answers say nothing about."""
+    return [after_last_update(case), about_devices(case),
+            "whether the targets belong to the samples: a sample is a row of "
+            "what the model is given",
+            *unseen_of_ranks(case), *unseen_of_single(case)]
+
+
+def after_last_update(case: Comparison) -> str:
+    """Say which update was the last that was watched, and what comes then."""
     made = sum(updates[0]["optimizer"] == 0 for updates in case.updates)
+    text = f"anything after update {made - 1}"
+    if made < case.runs.steps:
+        who = "the script"
+        if case.asked("join"):
+            who = "a rank"
+        return f"{text}, with which {who} ended"
+    text += ": the end of an epoch, validation"
+    if case.runs.resume_flags is None:
+        text += ", checkpoints, resuming"
+    return text
+
+
+def about_devices(case: Comparison) -> str:
+    """Say which devices and which compilers were left out."""
+    if case.runs.device == "cpu":
+        return ("GPUs and NCCL; compiled code: all was run on the CPU, with "
+                "gloo and without torch.compile")
+    return "compiled code: all was run without torch.compile"
+
+
+def unseen_of_ranks(case: Comparison) -> list[str]:
+    """Say what was not seen of the ranks themselves."""
+    texts = []
+    why_not = nodes.why_not(case)
+    if why_not:
+        texts.append(f"several nodes: {why_not}")
+    if case.splits_matrices:
+        texts.append("whether gradients are reduced: with tensor "
+                     "parallelism, so are activations")
+    if nodes.all_on_the_first(case):
+        texts.append("whether each rank has a GPU of its "
+                     "own: all take number 0, which is right if each sees one "
+                     "alone")
+    if case.by_step:
+        texts.append("the gradients that the optimizer has reduced, only "
+                     "the weights that it makes of them")
+    if case.asked("FSDP1"):
+        texts.append("gradients and weights: "
+                     "FullyShardedDataParallel keeps them in its own way; of "
+                     "fully_shard they are seen")
+    return texts
+
+
+def unseen_of_single(case: Comparison) -> list[str]:
+    """Say what was not compared with one process, and with each rank."""
+    texts = []
+    of_one = "whether losses, gradients and weights are those of one process"
+    has_copies = any(seen["copies"] for seen in case.together.seen)
+    if case.still or case.apart or case.later or not has_copies:
+        texts.append("averages of the weights (EMA), unless they are modules "
+                     "like the model, and the minibatch is that of one "
+                     "process")
+    if any(seen["dropout"] for seen in case.together.seen):
+        texts.append("dropout: it was switched off, to compare")
+    if case.apart:
+        texts.append(f"{of_one}: {case.apart}{may_be(case)}")
+    if case.later:
+        texts.append(f"{of_one}: {case.later}")
+    if case.still and not case.apart:
+        texts.append("whether the weights are those of one "
+                     "process: the minibatch is not; gradients and losses "
+                     "were compared with the mean of "
+                     f"{case.size} minibatches")
     first = case.updates[0]
-    texts = [f"anything after update {made - 1}" + (
-        f", with which {'a rank' if case.asked('join') else 'the script'} "
-        "ended" if made < case.runs.steps else
-        ": the end of an epoch, validation"
-        + ", checkpoints, resuming" * (case.runs.resume_flags is None)),
-             "GPUs and NCCL; compiled code: all was run on the CPU, with gloo "
-             "and without torch.compile" if case.runs.device == "cpu" else
-             "compiled code: all was run without torch.compile",
-             "whether the targets belong to the samples: a sample is a row of "
-             "what the model is given"]
-    return texts + [text for unseen, text in (
-        (nodes.why_not(case), f"several nodes: {nodes.why_not(case)}"),
-        (case.splits_matrices, "whether gradients are reduced: with tensor "
-         "parallelism, so are activations"),
-        (nodes.all_on_the_first(case), "whether each rank has a GPU of its "
-         "own: all take number 0, which is right if each sees one alone"),
-        (case.by_step, "the gradients that the optimizer has reduced, only "
-         "the weights that it makes of them"),
-        (case.asked("FSDP1"), "gradients and weights: "
-         "FullyShardedDataParallel keeps them in its own way; of fully_shard "
-         "they are seen"),
-        (case.still or case.apart or case.later or not any(
-            seen["copies"] for seen in case.together.seen),
-         "averages of the weights (EMA), unless they are modules like the "
-         "model, and the minibatch is that of one process"),
-        (any(seen["dropout"] for seen in case.together.seen),
-         "dropout: it was switched off, to compare"),
-        (case.apart, "whether losses, gradients and weights are those of one "
-         f"process: {case.apart}{may_be(case)}"),
-        (case.later, "whether losses, gradients and weights are those of one "
-         f"process: {case.later}"),
-        (case.still and not case.apart, "whether the weights are those of one "
-         "process: the minibatch is not; gradients and losses were compared "
-         f"with the mean of {case.size} minibatches"),
-        (first[0]["local"]["flat"].numel() == 0,
-         "what each rank alone has computed of the gradients"),
-        (not any(update["losses"] for update in first),
-         "losses: there was no loss.backward()")) if unseen]
+    if first[0]["local"]["flat"].numel() == 0:
+        texts.append("what each rank alone has computed of the gradients")
+    if not any(update["losses"] for update in first):
+        texts.append("losses: there was no loss.backward()")
+    return texts
