@@ -626,6 +626,13 @@ def test_a_rate_that_falls_once_is_no_schedule(answers):
         "the learning rate is 0.05, with one process 0.1, in update 3")
 
 
+def test_a_rate_of_0_is_one_schedule_of_all_ranks(answers):
+    finding = answers(RIGHT, on_all(rates=[0.0]))[
+        "the ranks read different samples"]
+    assert finding.text.endswith("the learning rate is 0 times as large")
+    assert finding.advice == "with the same minibatch it need not change"
+
+
 def test_what_is_right_is_not_refused(answers):
     """Nor what is read twice by chance: samples are drawn at random."""
     assert set(answers(RIGHT, lambda trials: None)) == {DRAWN}

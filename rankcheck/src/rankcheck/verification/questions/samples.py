@@ -419,7 +419,7 @@ def size_of_minibatch(case: Comparison) -> list[Finding]:
     elif before:
         text += ", as with one process"
     text += f"; {rate.text}"
-    if rate.differs or rate.factor == 0:
+    if rate.differs:
         return [warn(text, "one schedule for all who train the same weights")]
     if abs(times - 1) < SAME_SIZE:
         if rate.factor == 1:
