@@ -103,7 +103,7 @@ def gradient_parts(updates: Updates) -> list[torch.Tensor]:
 
 
 @question("the ranks know of each other")
-def joined(case: Comparison) -> list[Finding]:
+def process_group(case: Comparison) -> list[Finding]:
     """Answer whether a rank joins a process group, or reduces anything."""
     if (case.asked("init_process_group")
             or any(seen["joined"] for seen in case.together.seen)
@@ -119,7 +119,7 @@ def joined(case: Comparison) -> list[Finding]:
 
 
 @QUESTIONS.add("all ranks leave out the same updates")
-def skipped(case: Comparison) -> list[Finding]:
+def skipped_updates(case: Comparison) -> list[Finding]:
     """Answer whether a rank makes an update that another leaves out."""
     return find_skips(case.together)
 
@@ -155,7 +155,7 @@ def verb_of(names: Collection[str]) -> str:
 
 
 @question("the ranks hold different parts of what is sharded by hand")
-def parts(case: Comparison) -> list[Finding]:
+def hand_sharded_parts(case: Comparison) -> list[Finding]:
     """Answer whether as many parts differ as make up the whole tensor.
 
     It assumes that a parameter was drawn at random: one of equal numbers, as

@@ -78,11 +78,11 @@ def averages(case: Comparison) -> list[Finding]:
         if not keys:
             continue
         begin = flat(first, keys)
-        mine, good = flat(copied, keys), flat(expected, keys)
-        if mine.equal(begin) and good.equal(begin):
+        last, expected_last = flat(copied, keys), flat(expected, keys)
+        if last.equal(begin) and expected_last.equal(begin):
             continue
         compared += 1
-        error = off(mine - begin, good - begin)
+        error = off(last - begin, expected_last - begin)
         if not error <= limit:
             return [fail(
                 f"a copy of the model is off by {percent(error)} of the way "

@@ -34,8 +34,8 @@ from rankcheck.verification.comparison import (
     rows,
 )
 from rankcheck.verification.questions.optimizers import (
+    are_close,
     by_parameter,
-    close,
     differences,
     show,
 )
@@ -45,7 +45,7 @@ from rankcheck.verification.questions.records import (
     sampler_starts,
 )
 from rankcheck.verification.questions.single import LATER_GRADIENT
-from rankcheck.verification.questions.vectors import parallel, ratio_of
+from rankcheck.verification.questions.vectors import are_parallel, ratio_of
 from rankcheck.verification.runs import count_updates
 
 NOT_YET = "they were not tried"
@@ -277,7 +277,7 @@ def optimizer_settings(both: TwoNodes) -> list[Finding]:
     for step, (two, one) in enumerate(both.pairs):
         for update, expected in zip(two, one, strict=True):
             rates, good_rates = update["rates"], expected["rates"]
-            if rates and good_rates and not close(rates[0], good_rates[0]):
+            if rates and good_rates and not are_close(rates[0], good_rates[0]):
                 return [warn(
                     f"as two nodes the learning rate is {rates[0]:.3g} in "
                     f"update {step}, with as many ranks on one node "
@@ -288,8 +288,9 @@ def optimizer_settings(both: TwoNodes) -> list[Finding]:
     for difference, names in found.items():
         return [warn(
             f"as two nodes the {difference.setting} of "
-            f"{both.case.named(names)} is {show(difference.mine)}, on one node"
-            f" {show(difference.other)}", f"the same ranks train: {RANKS}")]
+            f"{both.case.named(names)} is {show(difference.value)}, on one "
+            f"node {show(difference.other)}", f"the same ranks train: {RANKS}"
+            )]
     return []
 
 
@@ -309,22 +310,22 @@ def gradients(both: TwoNodes) -> list[Finding]:
             return []
         if step == 0 and not begin_alike(two, one):
             return []
-        mine = put_together(two, "gradients").tensors
-        good = put_together(one, "gradients").tensors
-        keys = [key for key in good if key in mine
-                and mine[key].shape == good[key].shape]
+        on_two = put_together(two, "gradients").tensors
+        on_one = put_together(one, "gradients").tensors
+        keys = [key for key in on_one if key in on_two
+                and on_two[key].shape == on_one[key].shape]
         if not keys:
             return []
-        ours, theirs = flat(mine, keys), flat(good, keys)
+        vector, expected = flat(on_two, keys), flat(on_one, keys)
         limit = GRADIENT * case.loosely
         if step:
             limit *= LATER_GRADIENT
-        error = off(ours, theirs)
+        error = off(vector, expected)
         if not error <= limit:  # nan is not
             words = f"differ by {percent(error)} from those on one node"
-            if parallel(ours, theirs, limit):
-                words = (f"are {ratio_of(ours, theirs):.3g} times those on "
-                         "one node")
+            if are_parallel(vector, expected, limit):
+                factor = ratio_of(vector, expected)
+                words = f"are {factor:.3g} times those on one node"
             return [fail(
                 f"as two nodes, in update {step} the gradients {words}, of the"
                 " same samples", "does a factor, or a group of ranks that "
@@ -335,11 +336,11 @@ def gradients(both: TwoNodes) -> list[Finding]:
 
 def begin_alike(two: Updates, one: Updates) -> bool:
     """Return whether the ranks have the same weights before an update."""
-    mine = put_together([update for update in two if update["before"]],
-                        "before")
-    good = put_together([update for update in one if update["before"]],
-                        "before")
-    return mine.error(good) <= SAME_WEIGHTS  # neither nan nor infinity is
+    known_two = [update for update in two if update["before"]]
+    known_one = [update for update in one if update["before"]]
+    error = put_together(known_two, "before").error(
+        put_together(known_one, "before"))
+    return error <= SAME_WEIGHTS  # neither nan nor infinity is
 
 
 def files(both: TwoNodes) -> Iterator[Finding]:

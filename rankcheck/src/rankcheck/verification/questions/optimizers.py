@@ -28,7 +28,7 @@ class Difference:
     """A setting of parameters that is another one elsewhere."""
 
     setting: str
-    mine: tuple[float, ...]
+    value: tuple[float, ...]
     other: tuple[float, ...]
 
     def words(self, names: str, whose: str) -> str:
@@ -42,8 +42,8 @@ class Difference:
         verb = "is"
         if name == "betas":
             verb = "are"
-        return (f"{name} {verb} {show(self.mine)}, {whose} {show(self.other)},"
-                f" for {names}")
+        return (f"{name} {verb} {show(self.value)}, {whose} "
+                f"{show(self.other)}, for {names}")
 
 
 @question("the optimizers have the settings of one process")
@@ -82,8 +82,8 @@ def judge(case: Comparison, difference: Difference, names: list[str]
                     learned={"settings": text})
     if not has_same_batch(case):
         return ok(f"{text}: right if it follows the minibatch")
-    if difference.setting == "weight_decay" and close(
-            case.rate * difference.mine[0], difference.other[0]):
+    if difference.setting == "weight_decay" and are_close(
+            case.rate * difference.value[0], difference.other[0]):
         return ok(f"{text}: times the learning rate it is the same")
     if case.rate != 1 or case.apart or difference.setting in SCALED:
         return warn(text, "right if it makes up for gradients that are a "
@@ -97,11 +97,12 @@ def judge(case: Comparison, difference: Difference, names: list[str]
 def has_same_batch(case: Comparison) -> bool:
     """Return whether the first update has as many samples as one process's.
     """
-    mine, single = len(rows(case.updates[0])), len(rows(case.single[:1]))
-    return not case.still and mine == single > 0
+    count = len(rows(case.updates[0]))
+    single_count = len(rows(case.single[:1]))
+    return not case.still and count == single_count > 0
 
 
-def differences(mine: Settings, other: Settings, *,
+def differences(own: Settings, other: Settings, *,
                 between_ranks: bool = False) -> dict[Difference, list[str]]:
     """Return what is set otherwise for parameters that both have.
 
@@ -116,32 +117,32 @@ def differences(mine: Settings, other: Settings, *,
         For each difference the names of its parameters.
     """
     found: dict[Difference, list[str]] = {}
-    factor = rate_factor(mine, other)
-    for name, values in mine.items():
+    factor = rate_factor(own, other)
+    for name, values in own.items():
         for setting, value in values.items():
-            good = other.get(name, {}).get(setting)
-            if good is None or len(good) != len(value):
+            known = other.get(name, {}).get(setting)
+            if known is None or len(known) != len(value):
                 continue
-            expected = good
+            expected = known
             if setting == "lr":
                 if between_ranks:
                     continue
-                expected = tuple(factor * number for number in good)
-            if not all(map(close, value, expected)):
+                expected = tuple(factor * number for number in known)
+            if not all(map(are_close, value, expected)):
                 found.setdefault(
-                    Difference(setting, value, good), []).append(name)
+                    Difference(setting, value, known), []).append(name)
     return found
 
 
-def rate_factor(mine: Settings, other: Settings) -> float:
+def rate_factor(own: Settings, other: Settings) -> float:
     """Return by how much the rate of the first parameter is multiplied.
 
     The first is that of both which has a rate other than 0.
     """
-    for name, values in mine.items():
-        good = other.get(name, {}).get("lr")
-        if good and good[0] and "lr" in values:
-            return values["lr"][0] / good[0]
+    for name, values in own.items():
+        known = other.get(name, {}).get("lr")
+        if known and known[0] and "lr" in values:
+            return values["lr"][0] / known[0]
     return 1.0
 
 
@@ -157,7 +158,7 @@ def by_parameter(seen: Record) -> Settings:
     return found
 
 
-def close(one: float, other: float) -> bool:
+def are_close(one: float, other: float) -> bool:
     """Return whether two settings are the same, but for rounding."""
     return one == other or abs(one - other) <= CLOSE * abs(other)
 

@@ -31,7 +31,7 @@ CLOSE = 1e-4
 
 @question("a resume brings everything back",
           where=lambda case: case.runs.resume_flags is not None)
-def comes_back(case: Comparison) -> list[Finding]:
+def resumed_run(case: Comparison) -> list[Finding]:
     """Answer whether a resume continues the run that was ended."""
     first, ended = case.runs("saved")
     if ended:
@@ -120,7 +120,7 @@ def error_of(updates: Updates, good: Updates, key: str) -> float:
     return put_together(updates, key).error(put_together(good, key))
 
 
-def firsts(good: Sequence[Updates], back: Sequence[Updates]
+def first_updates(good: Sequence[Updates], back: Sequence[Updates]
            ) -> list[tuple[Updates, Updates]]:
     """Return the first update of each optimizer: uninterrupted, resumed."""
     found: dict[int, tuple[Updates, Updates]] = {}
@@ -139,7 +139,7 @@ def weights(before: Sequence[Updates], good: Sequence[Updates],
         good: those from there on, of the run that was not resumed.
         back: those of the resumed run. So below.
     """
-    for updates, resumed in firsts(good, back):
+    for updates, resumed in first_updates(good, back):
         error = error_of(resumed, updates, "before")
         if error <= SAME:  # nan is not
             continue
@@ -170,7 +170,7 @@ def kept(case: Comparison, good: Sequence[Updates], back: Sequence[Updates]
     load = ("load it, once the optimizer has its parameters: "
             "optimizer.load_state_dict(...)")
     names: set[str] = set()
-    for updates, resumed in firsts(good, back):
+    for updates, resumed in first_updates(good, back):
         lack = [rank for rank, (update, other) in enumerate(zip(
             updates, resumed, strict=True))
             if names_of(update["kept"]) - names_of(other["kept"])]
@@ -210,7 +210,7 @@ def learning_rates(before: Sequence[Updates], good: Sequence[Updates],
         if are_same_rates(rates, expected):
             continue
         text = (f"the learning rate is {rates[0]:.6g}, not {expected[0]:.6g}, "
-                f"{later(i)}")
+                f"{name_update(i)}")
         if i < len(before) and rates == before[i][0]["rates"]:
             text += ", as at the start"
         return [fail(text, "it follows from "
@@ -231,7 +231,7 @@ def are_same_rates(rates: Sequence[float], expected: Sequence[float]) -> bool:
                for rate, good in zip(rates, expected, strict=True))
 
 
-def later(i: int) -> str:
+def name_update(i: int) -> str:
     """Say how long after the resume an update is. i: counted from 0."""
     if i == 0:
         return "in the next update"
@@ -273,13 +273,13 @@ def position(before: Sequence[Updates], good: Sequence[Updates],
                 "and skip what was read")
         for number, earlier in enumerate(before):
             if samples(earlier) == read:
-                return [fail(f"{later(i)} it reads the samples of update "
-                             f"{number} again", hint)]
+                return [fail(f"{name_update(i)} it reads the samples of "
+                             f"update {number} again", hint)]
         if lost:
             hint += "; or the other random numbers are all of it"
         say = severity(good, lost)
-        return [say(f"{later(i)} it reads other samples than without the stop",
-                    hint)]
+        return [say(f"{name_update(i)} it reads other samples than without "
+                    "the stop", hint)]
     return [ok("it goes on in the data where it was")]
 
 
@@ -335,8 +335,9 @@ def afterwards(good: Sequence[Updates], back: Sequence[Updates],
     for i, (updates, resumed) in enumerate(zip(good, back, strict=False)):
         loss, expected = total_loss(resumed), total_loss(updates)
         if not abs(loss - expected) <= CLOSE * max(abs(expected), 1e-30):
-            return [say(f"{later(i)} the loss is {loss / len(updates):.6g}, "
-                        f"not {expected / len(updates):.6g}", hint)]
+            return [say(
+                f"{name_update(i)} the loss is {loss / len(updates):.6g}, "
+                f"not {expected / len(updates):.6g}", hint)]
         for key in ("weights", "buffers"):
             if key not in updates[0] or key not in resumed[0]:
                 continue
@@ -344,7 +345,7 @@ def afterwards(good: Sequence[Updates], back: Sequence[Updates],
                 count += 1
             error = error_of(resumed, updates, key)
             if not error <= CLOSE:
-                return [say(f"{later(i)} the {key} are off by "
+                return [say(f"{name_update(i)} the {key} are off by "
                             f"{percent(error)}", hint)]
     if not count:
         return [warn("no update after it was compared", "let it save "

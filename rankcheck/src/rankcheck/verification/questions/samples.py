@@ -125,10 +125,11 @@ def samples(case: Comparison) -> list[Finding]:
     readings = [reading for reading in readings
                 if any(step.rows for step in reading.steps)]
     count = len(sets[0][0])
-    return [*worst([at_once(reading, count, case.size)
+    return [*pick_worst([repeats_in_a_step(reading, count, case.size)
                     for reading in readings]),
-            *worst([again(reading) for reading in readings]),
-            *size_of_minibatch(case), *shares(case), *given_away(case)]
+            *pick_worst([repeats_of_earlier(reading) for reading in readings]),
+            *size_of_minibatch(case), *sizes_of_ranks(case),
+            *lost_samples(case)]
 
 
 def sample_sets(case: Comparison) -> list[list[set[str]]]:
@@ -162,7 +163,7 @@ def all_read_the_same(case: Comparison) -> Finding:
     return fail(text, OWN)
 
 
-def worst(answers: list[Finding | None]) -> list[Finding]:
+def pick_worst(answers: list[Finding | None]) -> list[Finding]:
     """Return the first answer that is not ok, else the first; none of none."""
     known = [answer for answer in answers if answer is not None]
     bad = [answer for answer in known if answer.verdict != "ok"]
@@ -242,7 +243,7 @@ def are_groups(parts: list[set[str]], size: int) -> bool:
     return len(set.union(*parts)) * size == sum(map(len, parts))
 
 
-def at_once(reading: Reading, each: int, size: int) -> Finding:
+def repeats_in_a_step(reading: Reading, each: int, size: int) -> Finding:
     """Answer whether ranks read the same sample in the same step.
 
     It is a mistake if as many are read twice in each step from one on: where
@@ -288,7 +289,7 @@ def usual_repeats(single: list[list[str]]) -> float:
     return max(repeats, default=0.0)
 
 
-def again(reading: Reading) -> Finding | None:
+def repeats_of_earlier(reading: Reading) -> Finding | None:
     """Answer whether samples of an earlier step are read once more.
 
     Of one process as many samples are looked at. It is a mistake if each step
@@ -345,7 +346,7 @@ def count_again(steps: list[list[str]]) -> list[int]:
     return counts[1:]
 
 
-def given_away(case: Comparison) -> list[Finding]:
+def lost_samples(case: Comparison) -> list[Finding]:
     """Answer whether what a DistributedSampler gave has reached the model.
 
     Both are counted from step to step, while the sampler gives something:
@@ -393,10 +394,10 @@ def given_by(sampler: int, rank: int, updates: Updates) -> Finding | None:
 
 def size_of_minibatch(case: Comparison) -> list[Finding]:
     """Say how many samples an update has, and whether the rate fits them."""
-    mine = [len(rows(updates)) for updates in case.updates]
-    alone = [len(rows([update])) for update in case.single]
-    now = next(filter(None, mine), 0)
-    before = next(filter(None, alone), 0)
+    counts = [len(rows(updates)) for updates in case.updates]
+    single_counts = [len(rows([update])) for update in case.single]
+    now = next(filter(None, counts), 0)
+    before = next(filter(None, single_counts), 0)
     if not case.alone:
         return [ok(f"an update has {now} samples")]
     times = 1.0
@@ -407,12 +408,12 @@ def size_of_minibatch(case: Comparison) -> list[Finding]:
             "steps, by the number of processes; or choose another learning "
             "rate")
     if before and abs(times - 1) < SAME_SIZE:
-        step = first_other_size(mine, alone)
+        step = first_other_size(counts, single_counts)
         if step is not None:
             return [warn(
                 f"the first update has {now} samples, as with one process,"
-                f" but update {step} has {mine[step]}, with one process "
-                f"{alone[step]}", keep, numbers={"update": step})]
+                f" but update {step} has {counts[step]}, with one process "
+                f"{single_counts[step]}", keep, numbers={"update": step})]
     text = f"an update has {now} samples"
     if before not in (0, now):
         text += f", with one process {before}"
@@ -433,21 +434,22 @@ def size_of_minibatch(case: Comparison) -> list[Finding]:
     return [warn(text, keep)]
 
 
-def first_other_size(mine: list[int], alone: list[int]) -> int | None:
+def first_other_size(counts: list[int], single_counts: list[int]
+                     ) -> int | None:
     """Return the first update that has another number of samples.
 
     Each is compared by the largest number up to it: smaller ones end an epoch,
     which may come at other updates.
     """
-    largest = zip(itertools.accumulate(mine, max),
-                  itertools.accumulate(alone, max), strict=False)
+    largest = zip(itertools.accumulate(counts, max),
+                  itertools.accumulate(single_counts, max), strict=False)
     for step, (now, before) in enumerate(largest):
         if abs(now - before) > OTHER_SIZE * before:
             return step
     return None
 
 
-def shares(case: Comparison) -> list[Finding]:
+def sizes_of_ranks(case: Comparison) -> list[Finding]:
     """Say whether the ranks read as many samples each, where they read any."""
     for step, updates in enumerate(case.updates):
         counts = [len(update["samples"]) for update in updates]
@@ -475,7 +477,7 @@ def learning_rate(case: Comparison) -> RateComparison:
     for step, updates in enumerate(case.updates):
         for rank, update in enumerate(updates):
             rates = update["rates"][:1] + updates[0]["rates"][:1]
-            if len(rates) == 2 and not alike(rates[0], rates[1]):
+            if len(rates) == 2 and not are_close(rates[0], rates[1]):
                 return RateComparison(
                     f"the learning rate of rank {rank} is {rates[0]:.3g}, "
                     f"of rank 0 {rates[1]:.3g}, in update {step}", None,
@@ -497,27 +499,27 @@ def rates_of(updates: list[Update], number: int) -> list[float]:
             if update["optimizer"] == number and update["rates"]]
 
 
-def compare_rates(case: Comparison, good: list[float], mine: list[float]
-                  ) -> RateComparison:
+def compare_rates(case: Comparison, single_rates: list[float],
+                  rates: list[float]) -> RateComparison:
     """Compare the rates of an optimizer, update by update."""
-    pairs = list(zip(mine, good, strict=False))
-    odd = [i for i, pair in enumerate(pairs) if not alike(*pair)]
+    pairs = list(zip(rates, single_rates, strict=False))
+    odd = [i for i, pair in enumerate(pairs) if not are_close(*pair)]
     if not odd:
         text = "the learning rate is the same"
-        if case.still and len(set(mine)) > 1:
+        if case.still and len(set(rates)) > 1:
             text += " after as many updates, not after as many samples"
         return RateComparison(text, 1)
     first = odd[0]
-    ratio = mine[first] / (good[first] or 1e-30)
-    if all(alike(rate, ratio * expected) for rate, expected in pairs):
+    ratio = rates[first] / (single_rates[first] or 1e-30)
+    if all(are_close(rate, ratio * expected) for rate, expected in pairs):
         return RateComparison(
             f"the learning rate is {ratio:.3g} times as large", ratio)
-    text = (f"the learning rate is {mine[first]:.3g}, with one process "
-            f"{good[first]:.3g}")
+    text = (f"the learning rate is {rates[first]:.3g}, with one process "
+            f"{single_rates[first]:.3g}")
     if first:
         text += f", in update {first}"
-    ahead = good[::case.size]
-    if len(ahead) > first and all(map(alike, mine, ahead)):
+    ahead = single_rates[::case.size]
+    if len(ahead) > first and all(map(are_close, rates, ahead)):
         text += (", as if its schedule were stepped "
                  f"{case.size} times an update")
         if case.still:
@@ -525,7 +527,7 @@ def compare_rates(case: Comparison, good: list[float], mine: list[float]
     return RateComparison(text, None)
 
 
-def alike(one: float, other: float) -> bool:
+def are_close(one: float, other: float) -> bool:
     """Return whether two rates are the same, but for rounding."""
     return abs(one - other) <= SAME_RATE * abs(other)
 

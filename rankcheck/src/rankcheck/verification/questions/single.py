@@ -28,9 +28,9 @@ from rankcheck.verification.questions.records import Updates
 from rankcheck.verification.questions.vectors import (
     TINY,
     add_up,
+    are_parallel,
     mix,
     multiple_of,
-    parallel,
     ratio_of,
 )
 
@@ -129,7 +129,7 @@ Measure: TypeAlias = Callable[
 
 
 @question("losses, gradients and weights are those of one process")
-def same(case: Comparison) -> list[Finding]:
+def compare_with_single_process(case: Comparison) -> list[Finding]:
     """Answer whether the ranks compute what one process does.
 
     Where parameters are sharded by hand, the loss of the first update alone
@@ -380,26 +380,27 @@ def weigh_minibatches(case: Comparison, pair: UpdatePair) -> MinibatchWeights:
     """
     count = len(pair.single)
     alike = [1 / count] * count
-    mine, each, _ = gradients_of(pair.ranks, pair.single)
-    if mine is None:
+    gradients, each, _ = gradients_of(pair.ranks, pair.single)
+    if gradients is None:
         return MinibatchWeights(alike)
     limit = GRADIENT * case.loosely
-    own_means = find_own_means(pair, mine, limit)
+    own_means = find_own_means(pair, gradients, limit)
     if own_means:
         finding = None
         if case.still:
             finding = warn(own_means.cause, own_means.hint)
         return MinibatchWeights(alike, finding, own_means)
-    if count == 1 or parallel(mine, mix(alike, each), limit):
+    if count == 1 or are_parallel(gradients, mix(alike, each), limit):
         return MinibatchWeights(alike)
     targets = [sum(update["counts"]) for update in pair.single]
     whole = [number / max(sum(targets), 1) for number in targets]
-    if has_weights(whole, mine, each, limit):
-        return with_finding(whole, mine, each, limit, ok(
+    if has_weights(whole, gradients, each, limit):
+        return with_finding(whole, gradients, each, limit, ok(
             "the loss is the mean over all targets of all ranks"))
-    fitted = fit_weights(mine, each)
-    if has_weights(fitted, mine, each, limit) and len(mine) > 8 * len(each):
-        return with_finding(fitted, mine, each, limit, warn(
+    fitted = fit_weights(gradients, each)
+    if has_weights(fitted, gradients, each, limit) and (
+            len(gradients) > 8 * len(each)):
+        return with_finding(fitted, gradients, each, limit, warn(
             "the gradients are a weighted mean of those of "
             f"{len(each)} minibatches, with weights from "
             f"{min(fitted):.2f} to {max(fitted):.2f}", "right "
@@ -407,34 +408,35 @@ def weigh_minibatches(case: Comparison, pair: UpdatePair) -> MinibatchWeights:
     return MinibatchWeights(alike)
 
 
-def has_weights(weights: Sequence[float], mine: torch.Tensor,
+def has_weights(weights: Sequence[float], gradients: torch.Tensor,
                 each: Sequence[torch.Tensor], limit: float) -> bool:
     """Return whether these weights give the direction of the gradients."""
-    return parallel(mine, mix(weights, each), limit) and min(weights) > 0
+    return min(weights) > 0 and are_parallel(
+        gradients, mix(weights, each), limit)
 
 
-def with_finding(weights: Sequence[float], mine: torch.Tensor,
+def with_finding(weights: Sequence[float], gradients: torch.Tensor,
                  each: Sequence[torch.Tensor], limit: float, finding: Finding
                  ) -> MinibatchWeights:
     """Return the weights, with the finding if the gradients agree as well."""
-    if off(mine, mix(weights, each)) < limit:
+    if off(gradients, mix(weights, each)) < limit:
         return MinibatchWeights(weights, finding)
     return MinibatchWeights(weights)
 
 
-def fit_weights(mine: torch.Tensor, each: Sequence[torch.Tensor]
+def fit_weights(gradients: torch.Tensor, each: Sequence[torch.Tensor]
                 ) -> list[float]:
     """Return the weights of vectors whose sum is closest to another vector.
 
     They are divided by their sum.
     """
     solution = torch.linalg.lstsq(torch.stack([*each]).T.double(),
-                                  mine.double()[:, None]).solution[:, 0]
+                                  gradients.double()[:, None]).solution[:, 0]
     fitted: list[float] = (solution / solution.sum()).tolist()
     return fitted
 
 
-def find_own_means(pair: UpdatePair, mine: torch.Tensor, limit: float
+def find_own_means(pair: UpdatePair, gradients: torch.Tensor, limit: float
                    ) -> Explanation | None:
     """Return what each part's loss is a mean of, if it is one of its own.
 
@@ -444,7 +446,7 @@ def find_own_means(pair: UpdatePair, mine: torch.Tensor, limit: float
     said of the same parameters.
 
     Args:
-        mine: the gradients of the ranks, in one vector.
+        gradients: the gradients of the ranks, in one vector.
         limit: relative; of gradients that agree.
     """
     counts = sorted({count for update in pair.ranks
@@ -452,7 +454,7 @@ def find_own_means(pair: UpdatePair, mine: torch.Tensor, limit: float
     if not counts or counts[-1] <= 1.01 * counts[0]:
         return None
     here, own, _ = gradients_of(pair.ranks, pair.ranks, "local")
-    if here is None or not own or len(here) != len(mine):
+    if here is None or not own or len(here) != len(gradients):
         return None
     if not off(here, add_up(own) / len(own)) < limit:
         return None
@@ -510,12 +512,12 @@ def loss_error(case: Comparison, pair: UpdatePair, weights: Sequence[float]
     if not all(update["losses"] for update in (*pair.ranks, *pair.single)):
         return None
     losses = losses_of(pair.ranks)
-    good = weighted_sum(weights, losses_of(pair.single))
-    mine = sum(losses) / len(losses)
-    if abs(sum(losses) - good) < LOSS * case.loosely * abs(good):
-        mine = good  # each has divided its sum by the whole minibatch
+    expected = weighted_sum(weights, losses_of(pair.single))
+    mean_loss = sum(losses) / len(losses)
+    if abs(sum(losses) - expected) < LOSS * case.loosely * abs(expected):
+        mean_loss = expected  # each has divided its sum by the whole minibatch
     first = sum(case.single[0]["losses"])
-    ratio = mine / (good or TINY)
+    ratio = mean_loss / (expected or TINY)
     factor = None
     here, each, _ = gradients_of(pair.ranks, pair.single)
     if here is not None:
@@ -523,9 +525,10 @@ def loss_error(case: Comparison, pair: UpdatePair, weights: Sequence[float]
         if multiple and abs(ratio / multiple - 1) < 0.15:
             factor = ratio
     return RelativeError(
-        abs(mine - good) / max(abs(good), abs(first), TINY),
+        abs(mean_loss - expected) / max(abs(expected), abs(first), TINY),
         LOSS * case.loosely,
-        f"the mean loss is {mine:.6g}, with one process {good:.6g}", factor)
+        f"the mean loss is {mean_loss:.6g}, with one process {expected:.6g}",
+        factor)
 
 
 def gradient_error(case: Comparison, pair: UpdatePair,
@@ -536,39 +539,39 @@ def gradient_error(case: Comparison, pair: UpdatePair,
     process if that is larger: what has converged is but noise. None if they
     differ between the ranks, or one process has none of these parameters.
     """
-    mine, each, keys = gradients_of(pair.ranks, pair.single)
-    if mine is None:
+    gradients, each, keys = gradients_of(pair.ranks, pair.single)
+    if gradients is None:
         return None
-    good = mix(weights, each)
+    expected = mix(weights, each)
     first = put_together([first_update(case, pair.ranks)], "gradients")
-    scale = max(good.norm().item(), length(first.tensors), TINY)
-    amount = ((mine - good).norm() / scale).item()
+    scale = max(expected.norm().item(), length(first.tensors), TINY)
+    amount = ((gradients - expected).norm() / scale).item()
     limit = GRADIENT * case.loosely
     if pair.step:
         limit *= LATER_GRADIENT
-    factor = f"{ratio_of(mine, good):.3g}"
-    if factor != "1" and parallel(mine, good, limit):
+    factor = f"{ratio_of(gradients, expected):.3g}"
+    if factor != "1" and are_parallel(gradients, expected, limit):
         text = f"the gradients are {factor} times those of one process"
     else:
-        names = find_differing(keys, mine, good, limit) or keys
+        names = find_differing(keys, gradients, expected, limit) or keys
         text = (f"the gradients differ by {percent(amount)} from those of one "
                 f"process, first {case.named(names)}")
     return RelativeError(amount, limit, text,
-                         multiple_of(mine, good, case.size))
+                         multiple_of(gradients, expected, case.size))
 
 
-def find_differing(keys: Mapping[str, int], mine: torch.Tensor,
-                   good: torch.Tensor, limit: float) -> list[str]:
+def find_differing(keys: Mapping[str, int], gradients: torch.Tensor,
+                   expected: torch.Tensor, limit: float) -> list[str]:
     """Return the parameters whose parts of two vectors differ.
 
     Args:
         keys: the parameters, with their number of elements.
     """
     sizes = [*keys.values()]
-    parts = zip(keys, torch.split(mine, sizes), torch.split(good, sizes),
-                strict=True)
-    return [name for name, part, expected in parts
-            if off(part, expected) > limit]
+    parts = zip(keys, torch.split(gradients, sizes),
+                torch.split(expected, sizes), strict=True)
+    return [name for name, part, expected_part in parts
+            if off(part, expected_part) > limit]
 
 
 def weight_error(case: Comparison, pair: UpdatePair, weights: Sequence[float]
@@ -590,13 +593,13 @@ def weight_error(case: Comparison, pair: UpdatePair, weights: Sequence[float]
     if ranks.apart or not keys:
         return None
     begin = flat(first, keys)
-    mine_moved = flat(ranks.tensors, keys) - begin
-    good_moved = flat(expected, keys) - begin
-    amount = off(mine_moved, good_moved)
+    moved = flat(ranks.tensors, keys) - begin
+    expected_way = flat(expected, keys) - begin
+    amount = off(moved, expected_way)
     return RelativeError(
         amount, min(LARGEST_UPDATE_LIMIT, UPDATE * case.loosely),
         f"the weights are off by {percent(amount)} of the way that one process"
-        " has gone", multiple_of(mine_moved, good_moved, case.size))
+        " has gone", multiple_of(moved, expected_way, case.size))
 
 
 def first_update(case: Comparison, updates: Updates) -> Update:

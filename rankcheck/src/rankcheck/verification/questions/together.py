@@ -151,7 +151,7 @@ def buffers(case: Comparison) -> list[Finding]:
     return [ok("buffers are equal on all ranks")]
 
 
-def clipped_first(case: Comparison) -> bool:
+def clips_first(case: Comparison) -> bool:
     """Return whether most gradients of an update are reduced after a clip."""
     return any(updates[0]["late"] > MOST * updates[0]["elements"]
                for updates in case.updates)
@@ -167,10 +167,10 @@ def reductions(case: Comparison) -> list[Finding]:
     """
     if case.splits_matrices or case.averaged:
         return []  # activations are reduced, too; or weights
-    mine = [updates[0] for updates in case.updates]
+    of_rank_0 = [updates[0] for updates in case.updates]
     elements = [max(case.elements(updates), 1) for updates in case.updates]
     times = [update["reduced"] / count
-             for update, count in zip(mine, elements, strict=True)]
+             for update, count in zip(of_rank_0, elements, strict=True)]
     few = sum(times) < MOST * len(times)
     if few and case.by_step:
         return [ok("gradients are reduced by the optimizer, in its step()",
@@ -180,7 +180,7 @@ def reductions(case: Comparison) -> list[Finding]:
     for step, updates in enumerate(case.updates):
         if times[step] >= MOST:
             continue
-        if few and shared(updates, "gradients"):
+        if few and have_shared(updates, "gradients"):
             break  # in another way
         if few or put_together(updates, "gradients").apart:
             return [not_reduced(case, step, elements[step])]
@@ -191,7 +191,7 @@ def reductions(case: Comparison) -> list[Finding]:
         findings.append(warn(
             "gradients are clipped before scaler.unscale_(optimizer)", "call "
             "that first: the limit is for gradients without the scale"))
-    if clipped_first(case):
+    if clips_first(case):
         findings.append(fail("gradients are clipped before they are reduced",
                              "reduce first: the norm is that of the mean"))
     return findings
@@ -228,12 +228,12 @@ def how_often(case: Comparison, elements: list[int], otherwise: bool
     """
     if otherwise:
         return [reduced_otherwise(case)]
-    mine = [updates[0] for updates in case.updates]
+    of_rank_0 = [updates[0] for updates in case.updates]
     turns = take_turns(case, elements)
     most = max(turns, key=lambda turn: turn.times)
-    megabytes = sum(update["bytes"] for update in mine) / len(mine) / 1e6
-    calls = max(update["calls"] for update in mine)
-    sent = f"{megabytes:.3g} MB in {calls} calls"
+    size = sum(update["bytes"] for update in of_rank_0) / len(of_rank_0)
+    calls = max(update["calls"] for update in of_rank_0)
+    sent = f"{size / 1e6:.3g} MB in {calls} calls"
     if most.times < SEVERAL:
         return [ok(f"gradients are reduced once an update, {sent}",
                    proves=REDUCED)]
@@ -283,7 +283,7 @@ def take_turns(case: Comparison, elements: list[int]) -> list[Turn]:
     return turns
 
 
-def shared(updates: Updates, key: str) -> bool:
+def have_shared(updates: Updates, key: str) -> bool:
     """Return whether the ranks have the same gradients of different samples.
 
     What the ranks have computed by themselves tells that of samples and losses
@@ -333,7 +333,7 @@ def how_to_reduce(case: Comparison) -> str:
 
 
 @question("every parameter gets a gradient")
-def unused(case: Comparison) -> list[Finding]:
+def unused_parameters(case: Comparison) -> list[Finding]:
     """Answer whether a parameter that an optimizer has gets no gradient."""
     keys = {key for updates in case.updates for update in updates
             for key in update["without"] if key not in case.split}
@@ -366,12 +366,12 @@ def has_gradients(case: Comparison) -> bool:
 
 
 @question("gradients and weights are equal on all ranks")
-def equal(case: Comparison) -> list[Finding]:
+def equal_ranks(case: Comparison) -> list[Finding]:
     """Answer whether all ranks have the same gradients, and then weights."""
     if case.averaged:
         return []
     findings = []
-    if not clipped_first(case) and not case.by_step:
+    if not clips_first(case) and not case.by_step:
         # else they are seen before that
         findings.append(compare_ranks(
             case, "gradients", "in", "all ranks have to reduce all of them, "
@@ -433,7 +433,7 @@ class ReducedGradients:
 
 
 @question("gradients are the mean of the ranks' own")
-def mean(case: Comparison) -> list[Finding]:
+def mean_of_ranks(case: Comparison) -> list[Finding]:
     """Answer whether the gradients are the mean, or a sum, or have a factor.
 
     Whether the script has scaled its losses for that is not known, so that a
@@ -448,28 +448,28 @@ def mean(case: Comparison) -> list[Finding]:
         found = find_reduced(updates)
         if found is None:
             return []
-        mine, good = found.applied, found.mean
-        if not good.any():
+        applied, expected = found.applied, found.mean
+        if not expected.any():
             continue
-        if any(off(own, good) > limit for own in found.own):
+        if any(off(own, expected) > limit for own in found.own):
             differ = True
-        if off(mine, good) < limit:
-            errors.append(off(mine, good))
+        if off(applied, expected) < limit:
+            errors.append(off(applied, expected))
             continue
-        if off(mine, case.size * good) < limit:
+        if off(applied, case.size * expected) < limit:
             finding = summed(case, step)
             if finding.verdict != "ok":
                 return [finding]
             sums.append(finding)
             continue
         owners = [rank for rank, own in enumerate(found.own)
-                  if off(mine, own) < limit]
+                  if off(applied, own) < limit]
         if owners:
             return [fail(f"in update {step} all ranks have the gradients "
                          f"of rank {owners[0]} alone", "all_reduce adds "
                          "up those of all ranks; broadcast does not")]
-        factor = (mine @ good / (good @ good)).item()
-        error = off(mine, factor * good)
+        factor = (applied @ expected / (expected @ expected)).item()
+        error = off(applied, factor * expected)
         if not error <= limit:
             return [not_the_mean(case, step, found)]
         errors.append(error)
@@ -499,7 +499,7 @@ def find_reduced(updates: Updates) -> ReducedGradients | None:
         None if nothing is known of one of them.
     """
     kinds = ["local", "sums"]
-    if shared(updates, "local"):
+    if have_shared(updates, "local"):
         kinds = ["sums"]
     found = []
     for kind in kinds:
@@ -574,9 +574,9 @@ def is_single_process_gradient(case: Comparison, step: int) -> bool:
     if not alone["samples"] or sorted(rows(case.updates[step])) != sorted(
             alone["samples"]):
         return False
-    mine, good, _ = gradients_of(case.updates[step], [alone])
-    return mine is not None and bool(good[0].any()) and (
-        off(mine, good[0]) < GRADIENT * case.loosely)
+    applied, expected, _ = gradients_of(case.updates[step], [alone])
+    return applied is not None and bool(expected[0].any()) and (
+        off(applied, expected[0]) < GRADIENT * case.loosely)
 
 
 def summed(case: Comparison, step: int) -> Finding:
@@ -594,8 +594,8 @@ def summed(case: Comparison, step: int) -> Finding:
     if case.asked("register_comm_hook"):
         advice = ("a communication hook takes the place of DDP's average: "
                   "divide by the number of processes in it")
-    mine, good = mean_loss(case.updates[0]), mean_loss(case.single[:1])
-    if good and abs(mine / good - 1) < CLOSE < abs(
+    loss, single_loss = mean_loss(case.updates[0]), mean_loss(case.single[:1])
+    if single_loss and abs(loss / single_loss - 1) < CLOSE < abs(
             case.size * case.rate - 1):
         return fail(f"{text}, not the mean: {case.size} times as much", advice)
     return warn(text, "right if each rank's loss is a sum divided by the "

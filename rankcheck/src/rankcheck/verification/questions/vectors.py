@@ -23,21 +23,23 @@ def add_up(vectors: Iterable[torch.Tensor]) -> torch.Tensor:
     return sum(vectors, torch.zeros(()))
 
 
-def ratio_of(mine: torch.Tensor, good: torch.Tensor) -> float:
+def ratio_of(vector: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the factor that brings the second closest to the first."""
-    return float((mine @ good / good.square().sum().clamp(min=TINY)).item())
+    squares = expected.square().sum().clamp(min=TINY)
+    return float((vector @ expected / squares).item())
 
 
-def parallel(mine: torch.Tensor, good: torch.Tensor, bound: float) -> bool:
+def are_parallel(vector: torch.Tensor, expected: torch.Tensor, limit: float
+                 ) -> bool:
     """Return whether one vector is a multiple of the other.
 
     Args:
-        bound: the relative error up to which it is.
+        limit: the relative error up to which it is.
     """
-    return off(mine, ratio_of(mine, good) * good) < bound
+    return off(vector, ratio_of(vector, expected) * expected) < limit
 
 
-def multiple_of(mine: torch.Tensor, good: torch.Tensor, size: int
+def multiple_of(vector: torch.Tensor, expected: torch.Tensor, size: int
                 ) -> float | None:
     """Return the factor between two vectors, if a fault makes such a factor.
 
@@ -51,9 +53,9 @@ def multiple_of(mine: torch.Tensor, good: torch.Tensor, size: int
     Args:
         size: the number of processes.
     """
-    ratio = ratio_of(mine, good)
-    lengths = (mine.norm() * good.norm()).clamp(min=TINY)
-    cosine = (mine @ good / lengths).item()
+    ratio = ratio_of(vector, expected)
+    lengths = (vector.norm() * expected.norm()).clamp(min=TINY)
+    cosine = (vector @ expected / lengths).item()
     near_size = any(abs(ratio / factor - 1) < 0.15
                     for factor in (size, 1 / size))
     far_from_one = abs(ratio - 1) > 0.5 and cosine > 0.98
