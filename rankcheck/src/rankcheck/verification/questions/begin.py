@@ -29,9 +29,9 @@ from rankcheck.verification.comparison import (
 from rankcheck.verification.questions.records import Updates
 from rankcheck.verification.runs import AGAIN
 
-# Relative, of all first weights as one vector. The same seed gives the same
-# bits, so that only rounding is left: one step of fp32 is 1.2e-7. Chosen for
-# that, not measured.
+# Relative error of all first weights as one vector, up to which they are
+# equal. The same seed gives the same bits, so only rounding is left; one step
+# of fp32 is 1.2e-7. A choice, not a measurement.
 SAME_START = 1e-6
 
 

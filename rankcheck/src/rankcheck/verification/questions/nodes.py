@@ -50,25 +50,25 @@ from rankcheck.verification.runs import count_updates
 
 NOT_YET = "they were not tried"
 
-# Updates of this run: one with the first weights, and one with what an update
-# has made of them.
+# Updates that are watched: one with the first weights, and one with what the
+# first update has made of them.
 STEPS = 2
 
-# Of the samples of an update: so many more may be read by several ranks as two
-# nodes than on one. Where they are drawn at random, it varies. Chosen, not
-# measured: with fewer than 20 samples one that is read twice is said.
+# Share of an update's samples that may repeat beyond those on one node. Random
+# draws repeat some by chance. A choice, not a measurement: of fewer than 20
+# samples, a single repeat is reported.
 CHANCE = 0.05
 
-# Of the samples of an update: as two nodes it may have so many more, or fewer.
-# Chosen, not measured.
+# Relative difference above which an update has another number of samples than
+# on one node. A choice, not a measurement.
 OTHER_SIZE = 0.1
 
-# Relative, of weights that are the same before the first update: as
-# `SAME_START` in begin.py.
+# Relative error up to which first weights are equal: see `SAME_START` in
+# begin.py.
 SAME_WEIGHTS = 1e-6
 
-# Where each node usually has a folder of its own. A site may share one of
-# these, or have its own somewhere else: this is a guess.
+# Folders that each node usually has for itself. A guess: a site may share one
+# of them, or have local folders elsewhere.
 LOCAL = ("/tmp/", "/var/tmp/", "/dev/shm/", "/local/", "/scratch/local/")
 RANKS = ("RANK is a rank among all nodes, LOCAL_RANK one in its node, and "
          "WORLD_SIZE and LOCAL_WORLD_SIZE count likewise")

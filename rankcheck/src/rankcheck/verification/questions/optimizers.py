@@ -14,9 +14,9 @@ WORDS = {"lr": "learning rate", "weight_decay": "weight decay"}
 UNNAMED = "parameter "  # a rank may have another in its place
 SCALED = ("eps",)  # it may be multiplied as the gradients are
 
-# Relative: of settings that are the same. They are told, not computed by the
-# model, so that only the rounding of a schedule's product is left. Chosen, not
-# measured; a setting that is off by less is not seen.
+# Relative difference up to which settings are equal. Scripts set them, so only
+# rounding in a schedule's arithmetic is left. A choice, not a measurement:
+# smaller differences are not seen.
 CLOSE = 1e-3
 
 # Name of a parameter -> setting -> its numbers: one, or two as of betas.

@@ -18,14 +18,13 @@ from rankcheck.record.tensors import put_together, relative_error
 from rankcheck.verification.comparison import Comparison, question
 from rankcheck.verification.questions.records import Updates
 
-# Relative. What was saved comes back bit for bit, so that only a conversion to
-# fp32 is left, of which one step is 1.2e-7. Chosen for that, not measured:
-# weights that are saved in bf16 are said to be off.
+# Relative error up to which a state is the one that was saved. A checkpoint
+# keeps the bits, so only rounding is left; one step of fp32 is 1.2e-7. A
+# choice, not a measurement: weights that are saved in bf16 are reported.
 SAME = 1e-6
 
-# Relative: of losses, weights and buffers that are computed from what came
-# back, over several updates. Chosen, not measured; what is off by less is not
-# seen.
+# Relative error up to which losses, weights and buffers after the resume are
+# those of the run that was not interrupted. A choice, not a measurement.
 CLOSE = 1e-4
 
 

@@ -23,32 +23,33 @@ from rankcheck.verification.questions.records import (
 OWN = ("each has to read its own: a DistributedSampler, or where they are "
        "drawn at random, as noise is, another seed on each rank")
 
-# Samples that a DistributedSampler gives to several ranks: so many may be
-# equal by chance, where the data have few values, as of some hundred samples.
-# A right script with such data was refused; the number is chosen. Data with
-# fewer values have more.
+# Number of samples that may repeat under a DistributedSampler; where there are
+# more ranks, that of the ranks. Samples of data with few distinct values are
+# equal by chance: a right script with such data was refused once. A choice,
+# not a measurement: data with still fewer values are refused.
 BY_CHANCE = 5
 
-# Of the samples: so many more than with one process may be read twice, as
-# ranks that draw at random draw the same by chance. A right script that did so
-# was refused; the share is chosen.
+# Share of the samples that may repeat beyond those of one process. Ranks that
+# draw at random read some samples twice by chance; a right script was refused
+# for that once. A choice, not a measurement.
 TWICE = 0.05
 
-# Of the samples, or of a factor between rates: what counts as the same number,
-# as a batch size that is divided by the ranks is rounded. Chosen, not
-# measured.
+# Relative difference below which two batch sizes are equal, or a factor of the
+# learning rate is the one that a scaling rule gives. A batch size that is
+# divided by the number of ranks is rounded. A choice, not a measurement.
 SAME_SIZE = 0.1
 
-# Of the samples: from which on an update is another one than one process's,
-# after a first update that was the same. Chosen, not measured.
+# Relative difference above which a later update has another batch size than in
+# the single-process run. A choice, not a measurement.
 OTHER_SIZE = 0.2
 
-# Of the samples that the model gets: a sampler gives that many in an update if
-# the data are sharded twice, and twice as many or more at that. Chosen between
-# one and two, not measured.
+# A sampler that gives more than this many samples for each one that the model
+# gets shards data that are sharded again: two ranks make that 2. A choice
+# between 1 and 2, not a measurement.
 SHARDED_TWICE = 1.5
 
-# Relative: of rates that are the same; as `CLOSE` in optimizers.py.
+# Relative difference up to which learning rates are equal: see `CLOSE` in
+# optimizers.py.
 SAME_RATE = 1e-3
 
 ONE_ORDER = ("a DistributedSampler gives each rank its part of one order: is "
@@ -246,11 +247,11 @@ def are_groups(parts: list[set[str]], size: int) -> bool:
 def repeats_in_a_step(reading: Reading, each: int, size: int) -> Finding:
     """Answer whether ranks read the same sample in the same step.
 
-    It is a mistake if as many are read twice in each step from one on: where
-    each rank draws at random, that varies. Where they are partitioned, those
-    of earlier steps count as well. A script that reads as many twice by chance
-    in each of the few steps that are watched is called wrong, and one that
-    reads some twice by mistake, but not as many each time, gets a warning.
+    It is a failure if the same number repeats in each step from one on: where
+    each rank draws at random, the number varies. With a partition, repeats of
+    earlier steps count as well. So a right script is refused if by chance the
+    number is the same in all of the few steps that are watched, and a wrong
+    one gets only a warning if the number varies.
 
     Args:
         each: how many samples rank 0 reads in the first step.
@@ -292,8 +293,9 @@ def usual_repeats(single: list[list[str]]) -> float:
 def repeats_of_earlier(reading: Reading) -> Finding | None:
     """Answer whether samples of an earlier step are read once more.
 
-    Of one process as many samples are looked at. It is a mistake if each step
-    reads as many again: where they are drawn at random, that varies.
+    It is compared with as many samples of one process. It is a failure if
+    each step repeats the same number: where samples are drawn at random, the
+    number varies.
     """
     steps = [[*dict.fromkeys(step.rows)] for step in reading.steps]
     single = [[*dict.fromkeys(step)] for step in reading.single]

@@ -38,25 +38,24 @@ COMPARED = frozenset({Proof.SINGLE})
 # Equal to those of one process: then they were reduced, however that is done
 AGREES = frozenset({Proof.SINGLE, Proof.REDUCED})
 
-# Relative error. A difference from one process for which there is a reason,
-# as BatchNorm, is a warning whatever its size; only up to this one does it
-# count as a comparison, as a larger one would hide a fault. Chosen, not
-# measured.
+# Largest relative error that still counts as a comparison if there is an
+# explanation, such as BatchNorm. A larger one gets the same warning, but
+# proves nothing, as it could hide a fault. A choice, not a measurement.
 EXCUSED = 0.25
 
-# In this many updates rounding stays below a limit; after them, an error
-# below ten times a limit is a warning. A right script with Adam was refused
-# when 60 updates were watched. Eight and ten are chosen, not measured: a small
-# fault that shows after the eighth update alone is a warning, too.
+# From this update on, counted from 0, rounding may exceed a limit: an error of
+# less than `LATE_FACTOR` times the limit is a warning. A right script with
+# Adam was refused when 60 updates were watched. Both numbers are choices, not
+# measurements: a small fault that shows later than this is a warning, too.
 EARLY = 8
 LATE_FACTOR = 10
 
-# Gradients may be off by ten times as much after the first update, as they
-# are those of weights that differ by rounding by then. Chosen, not measured.
+# How much larger the limit for gradients is after the first update, when the
+# weights differ by rounding. A choice, not a measurement.
 LATER_GRADIENT = 10
 
-# Of the way that the weights have gone, in low precision, too. There 30 times
-# `UPDATE` would be 1.5: weights that have not moved, which are off by 1, would
+# Upper bound of the limit for weights. In low precision, 30 times `UPDATE`
+# would be 1.5, and weights that have not moved, with an error of 1, would
 # pass.
 LARGEST_UPDATE_LIMIT = 0.5
 
@@ -370,13 +369,13 @@ def buffers_by_name(update: Update) -> dict[str, torch.Tensor]:
 def weigh_minibatches(case: Comparison, pair: UpdatePair) -> MinibatchWeights:
     """Find how the parts of an update count in its gradients.
 
-    A loss that is a mean over all targets of all ranks weighs the parts by
-    their targets; if each backward pass takes the mean of its own, all parts
-    count alike. If neither fits, the weights are fitted to the gradients, by
-    least squares: they are taken if all are positive, the fit has no other
-    direction than the gradients, and there are more than eight numbers for
-    each weight, so that it does not fit by chance (eight is chosen, not
-    measured).
+    If the loss is a mean over all targets of all ranks, each part counts by
+    its number of targets. If each backward pass takes the mean over its own
+    targets, all parts count alike. If neither fits, the weights are fitted by
+    least squares. They are taken if all are positive, if their sum has the
+    direction of the gradients, and if there are more than eight elements for
+    each weight: fewer could fit by chance. Eight is a choice, not a
+    measurement.
     """
     count = len(pair.single)
     alike = [1 / count] * count
@@ -438,12 +437,13 @@ def fit_weights(gradients: torch.Tensor, each: Sequence[torch.Tensor]
 
 def find_own_means(pair: UpdatePair, gradients: torch.Tensor, limit: float
                    ) -> Explanation | None:
-    """Return what each part's loss is a mean of, if it is one of its own.
+    """Say that each part's loss is the mean over its own targets, if it is.
 
-    Four things have to hold. The parts have different numbers of targets, by
-    more than 1%; the gradients are the mean of the ranks' own; they would be
-    those of one process if all targets had counted alike; and that can be
-    said of the same parameters.
+    All of this has to hold:
+
+    - The numbers of targets of the parts differ by more than 1%.
+    - The gradients are the mean of the ranks' own.
+    - With all targets counting alike, they would be those of one process.
 
     Args:
         gradients: the gradients of the ranks, in one vector.

@@ -33,28 +33,29 @@ EQUAL = frozenset({Proof.EQUAL})
 SUMMED = ("divide them by the number of processes after all_reduce, or call "
           "the DDP wrapper, which does")
 
-# Relative, of all weights as one vector: of a mean of the ranks' weights. The
-# script adds them up in an order of its own. Chosen, not measured.
+# Relative error of all weights as one vector, up to which they are the mean of
+# the ranks' weights. The script adds them up in an order of its own. A choice,
+# not a measurement.
 SAME_MEAN = 1e-5
 
-# Of the elements of an update's parameters, or of the updates: more than that
-# counts as all of them, as some parameters have no gradient. Chosen, not
-# measured.
+# Share of an update's elements, or of the updates, from which gradients count
+# as reduced, or as clipped. Some parameters may get no gradient. A choice, not
+# a measurement.
 MOST = 0.5
 
-# Reductions of each element in an update: from which on that is more than one.
-# A script with two optimizers once had 3.9, as all gradients were divided by
-# the parameters of the first: `Turn` is for that. Chosen between one and two,
-# not measured.
+# Reductions of each element in an update, from which on gradients are reduced
+# more than once. A choice between 1 and 2, not a measurement. One script
+# reduced the gradients of two optimizers before the step of the first: 3.9
+# times the elements of that one. So `Turn` adds up the elements of both.
 SEVERAL = 1.6
 
-# How many times as often as in any other update gradients are reduced in one:
-# below that it is said of all. Chosen, not measured.
+# If no update has this many times the reductions of another, their number is
+# reported for all updates. A choice, not a measurement.
 MORE_OFTEN = 1.1
 
-# Relative: of the mean loss of the first update, which is that of one process
-# within it; and of the learning rate times the number of processes, which
-# makes up for a sum within it. Chosen, not measured.
+# Relative difference below which the mean loss of the first update is that of
+# one process, and below which the learning rate, times the number of ranks, is
+# that of one process: it makes up for a sum. A choice, not a measurement.
 CLOSE = 0.2
 
 

@@ -43,12 +43,17 @@ def multiple_of(vector: torch.Tensor, expected: torch.Tensor, size: int
                 ) -> float | None:
     """Return the factor between two vectors, if a fault makes such a factor.
 
-    BatchNorm and random numbers explain some per cent, no factor. So it is one
-    if the vectors have about one direction (a cosine of more than 0.9) and the
-    factor is the number of processes or its inverse, to 15%; or if they have
-    nearly one (0.98) and the factor is off 1 by more than 0.5. These limits
-    are chosen, not measured. Noise that is as large as the gradients hides a
-    factor, and one between 0.5 and 1.5 that is not `size` is not seen.
+    BatchNorm and random numbers explain a few per cent, but no factor. A
+    factor counts in two cases:
+
+    - The vectors have about the same direction (a cosine above 0.9), and the
+      factor is within 15% of the number of processes or its inverse.
+    - They have nearly the same direction (a cosine above 0.98), and the factor
+      differs from 1 by more than 0.5.
+
+    These limits are choices, not measurements. Noise as large as the gradients
+    hides a factor. A factor between 0.5 and 1.5 is not seen unless it is close
+    to the number of processes or its inverse.
 
     Args:
         size: the number of processes.
