@@ -26,7 +26,7 @@ from rankcheck.verification.comparison import (
     first_weights,
     question,
 )
-from rankcheck.verification.questions.records import Updates
+from rankcheck.verification.questions.records import Updates, flatten
 from rankcheck.verification.runs import AGAIN
 
 # Relative error of all first weights as one vector, up to which they are
@@ -70,9 +70,8 @@ def numbers(case: Comparison) -> list[Finding]:
             if has_nan_loss(case.single):
                 text += ", with one process, too"
             return [fail(text, "with nan nothing else can be compared")]
-    nonzero = [bool(part.any()) for updates in case.updates
-               for part in gradient_parts(updates)]
-    if nonzero and not any(nonzero):
+    parts = flatten(map(gradient_parts, case.updates))
+    if parts and not any(part.any() for part in parts):
         return [warn("all gradients are 0", "does the loss depend on the "
                      "weights? nothing is learnt, nor compared")]
     return []
@@ -92,14 +91,16 @@ def find_nonfinite(updates: Updates) -> set[str]:
 
 def has_nan_loss(updates: Updates) -> bool:
     """Return whether a loss of one of the updates is nan."""
-    losses = [loss for update in updates for loss in update["losses"]]
+    losses: list[float] = flatten(update["losses"] for update in updates)
     return any(loss != loss for loss in losses)
 
 
 def gradient_parts(updates: Updates) -> list[torch.Tensor]:
     """Return what the ranks have of the gradients of an update."""
-    return [part for rank, update in enumerate(updates)
-            for _, _, part, _ in pieces(update["gradients"], rank)]
+    parts = []
+    for rank, update in enumerate(updates):
+        parts += [part for _, _, part, _ in pieces(update["gradients"], rank)]
+    return parts
 
 
 @question("the ranks know of each other")
@@ -107,8 +108,7 @@ def process_group(case: Comparison) -> list[Finding]:
     """Answer whether a rank joins a process group, or reduces anything."""
     if (case.asked("init_process_group")
             or any(seen["joined"] for seen in case.together.seen)
-            or any(update["reduced"] for updates in case.updates
-                   for update in updates)):
+            or any(update["reduced"] for update in flatten(case.updates))):
         return []
     script = case.together.script.read_text(errors="replace")
     flag = re.search(r"--local[_-]rank", script)

@@ -42,6 +42,7 @@ from rankcheck.verification.questions.optimizers import (
 from rankcheck.verification.questions.records import (
     Opener,
     Updates,
+    flatten,
     sampler_starts,
 )
 from rankcheck.verification.questions.single import LATER_GRADIENT
@@ -248,8 +249,8 @@ def sampler_values(trial: Trial, size: int, name: str) -> set[object]:
         size: the number of ranks.
         name: of a field of `SamplerStart`.
     """
-    return {getattr(start, name) for rank in range(size)
-            for start in sampler_starts(trial, rank)[:1]}
+    firsts = flatten(sampler_starts(trial, rank)[:1] for rank in range(size))
+    return {getattr(start, name) for start in firsts}
 
 
 def weights(both: TwoNodes) -> list[Finding]:

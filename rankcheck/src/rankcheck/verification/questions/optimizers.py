@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from rankcheck.engine.findings import Finding, fail, ok, warn
 from rankcheck.engine.trial import Record
 from rankcheck.verification.comparison import Comparison, question, rows
+from rankcheck.verification.questions.records import flatten
 
 WORDS = {"lr": "learning rate", "weight_decay": "weight decay"}
 UNNAMED = "parameter "  # a rank may have another in its place
@@ -149,7 +150,7 @@ def rate_factor(own: Settings, other: Settings) -> float:
 def by_parameter(seen: Record) -> Settings:
     """Return the settings of all optimizers of a rank, by parameter."""
     found: Settings = {}
-    groups = [group for groups in seen["settings"] for group in groups]
+    groups: list[dict[str, Any]] = flatten(seen["settings"])
     for group in groups:
         values = {key: tuple(value) for key, value in group["values"].items()}
         for name in group["names"]:

@@ -7,8 +7,8 @@ rankcheck/src/rankcheck/record/rows.py, of an update.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from rankcheck.engine.trial import Trial
 from rankcheck.verification.comparison import Update
@@ -21,6 +21,8 @@ Updates: TypeAlias = Sequence[Update]
 # beside it, or the name of a library; see rankcheck/src/rankcheck/record/
 # files.py.
 Opener: TypeAlias = int | str
+
+Item = TypeVar("Item")
 
 
 class SamplerStart(NamedTuple):
@@ -41,3 +43,11 @@ class SamplerStart(NamedTuple):
 def sampler_starts(trial: Trial, rank: int) -> list[SamplerStart]:
     """Return each start of a DistributedSampler on a rank, in their order."""
     return [SamplerStart(*start) for start in trial.asked("sampler", rank)]
+
+
+def flatten(parts: Iterable[Iterable[Item]]) -> list[Item]:
+    """Return the items of all parts in one list."""
+    items: list[Item] = []
+    for part in parts:
+        items += part
+    return items

@@ -16,7 +16,7 @@ from rankcheck.engine.trial import Trial
 from rankcheck.record.tensors import names as names_of
 from rankcheck.record.tensors import put_together, relative_error
 from rankcheck.verification.comparison import Comparison, question
-from rankcheck.verification.questions.records import Updates
+from rankcheck.verification.questions.records import Updates, flatten
 
 # Relative error up to which a state is the one that was saved. A checkpoint
 # keeps the bits, so only rounding is left; one step of fp32 is 1.2e-7. A
@@ -107,7 +107,7 @@ def are_alike(stopped: Sequence[Updates], whole: Sequence[Updates]) -> bool:
 
 def samples(updates: Updates) -> Counter[str]:
     """Return how often the ranks read each sample."""
-    return Counter(row for update in updates for row in update["rows"])
+    return Counter(flatten(update["rows"] for update in updates))
 
 
 def error_of(updates: Updates, good: Updates, key: str) -> float:

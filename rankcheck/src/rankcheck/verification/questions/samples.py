@@ -17,6 +17,7 @@ from rankcheck.verification.comparison import (
 from rankcheck.verification.questions.records import (
     SamplerStart,
     Updates,
+    flatten,
     sampler_starts,
 )
 
@@ -118,8 +119,7 @@ def samples(case: Comparison) -> list[Finding]:
         return [warn("all samples are alike, with one process, too: who reads "
                      "which cannot be seen", "made data? each sample another",
                      learned={"apart": case.apart or "all samples are alike"})]
-    if len(sets[0]) > 1 and all(
-            part == parts[0] for parts in sets for part in parts):
+    if len(sets[0]) > 1 and all(map(are_equal, sets)):
         return [all_read_the_same(case)]
     numbers = sorted({updates[0]["optimizer"] for updates in case.updates})
     readings = [read_by(case, number) for number in numbers]
@@ -153,6 +153,11 @@ def has_equal_samples(single: Updates) -> bool:
         return False
     return all(len(set(update["samples"])) == 1 < len(update["samples"])
                for update in single)
+
+
+def are_equal(parts: list[set[str]]) -> bool:
+    """Return whether all ranks that read samples read the same ones."""
+    return all(part == parts[0] for part in parts)
 
 
 def all_read_the_same(case: Comparison) -> Finding:
@@ -299,8 +304,7 @@ def repeats_of_earlier(reading: Reading) -> Finding | None:
     """
     steps = [[*dict.fromkeys(step.rows)] for step in reading.steps]
     single = [[*dict.fromkeys(step)] for step in reading.single]
-    read = [row for step in steps for row in step]
-    read_by_one = [row for step in single for row in step]
+    read, read_by_one = flatten(steps), flatten(single)
     most = len(read)
     if single:
         most = min(most, len(read_by_one))
@@ -331,10 +335,11 @@ def share_again(samples: list[str]) -> float:
 
 def repeats_beyond_one_process(reading: Reading) -> int:
     """Count the samples that are read again, beyond those of one process."""
-    mine = [row for step in reading.steps for row in step.rows]
-    single = [row for step in reading.single for row in step]
-    most = min(len(mine), len(single))
-    return (most - len(set(mine[:most]))) - (most - len(set(single[:most])))
+    read = flatten(step.rows for step in reading.steps)
+    read_by_one = flatten(reading.single)
+    most = min(len(read), len(read_by_one))
+    repeats = most - len(set(read[:most]))
+    return repeats - (most - len(set(read_by_one[:most])))
 
 
 def count_again(steps: list[list[str]]) -> list[int]:
@@ -537,9 +542,9 @@ def are_close(one: float, other: float) -> bool:
 @QUESTIONS.add("the ranks' samplers agree")
 def samplers(case: Comparison) -> list[Finding]:
     """Answer whether the ranks' DistributedSamplers divide one order."""
-    first = [start for rank in range(case.size)
-             for start in sampler_starts(case.together, rank)[:1]
-             if start.ranks == case.size]
+    starts = flatten(sampler_starts(case.together, rank)[:1]
+                     for rank in range(case.size))
+    first = [start for start in starts if start.ranks == case.size]
     for kind, values in (
             ("seeds", {start.seed for start in first}),
             ("subsets of the data", {start.subset for start in first})):

@@ -24,7 +24,7 @@ from rankcheck.verification.comparison import (
     rows,
 )
 from rankcheck.verification.locate import explain_outputs
-from rankcheck.verification.questions.records import Updates
+from rankcheck.verification.questions.records import Updates, flatten
 from rankcheck.verification.questions.vectors import (
     TINY,
     add_up,
@@ -449,8 +449,8 @@ def find_own_means(pair: UpdatePair, gradients: torch.Tensor, limit: float
         gradients: the gradients of the ranks, in one vector.
         limit: relative; of gradients that agree.
     """
-    counts = sorted({count for update in pair.ranks
-                     for count in update["counts"]})
+    counts: list[int] = sorted({*flatten(
+        update["counts"] for update in pair.ranks)})
     if not counts or counts[-1] <= 1.01 * counts[0]:
         return None
     here, own, _ = gradients_of(pair.ranks, pair.ranks, "local")

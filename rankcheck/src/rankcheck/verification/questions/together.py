@@ -25,7 +25,7 @@ from rankcheck.verification.comparison import (
     question,
     rows,
 )
-from rankcheck.verification.questions.records import Updates
+from rankcheck.verification.questions.records import Updates, flatten
 from rankcheck.verification.questions.vectors import add_up
 
 REDUCED = frozenset({Proof.REDUCED})
@@ -257,8 +257,7 @@ def how_often(case: Comparison, elements: list[int], otherwise: bool
 def reduced_otherwise(case: Comparison) -> Finding:
     """Say that gradients are equal without a reduction that was seen."""
     if case.asked("fully_shard") and not any(
-            update["gradients"]["plain"] for updates in case.updates
-            for update in updates):
+            update["gradients"]["plain"] for update in flatten(case.updates)):
         # a sharded parameter has no gradient before that
         return ok("gradients are reduced by fully_shard; how often was not "
                   "seen", proves=REDUCED)
@@ -336,8 +335,10 @@ def how_to_reduce(case: Comparison) -> str:
 @question("every parameter gets a gradient")
 def unused_parameters(case: Comparison) -> list[Finding]:
     """Answer whether a parameter that an optimizer has gets no gradient."""
-    keys = {key for updates in case.updates for update in updates
-            for key in update["without"] if key not in case.split}
+    keys: set[str] = set()
+    for update in flatten(case.updates):
+        keys.update(update["without"])
+    keys -= case.split
     if not keys:
         return []
     switched = case.asked("gradient sync")
@@ -359,11 +360,8 @@ def unused_parameters(case: Comparison) -> list[Finding]:
 
 def has_gradients(case: Comparison) -> bool:
     """Return whether an optimizer got a gradient in any update."""
-    for updates in case.updates:
-        for update in updates:
-            if update["gradients"]["plain"] or update["gradients"]["sharded"]:
-                return True
-    return False
+    gradients = [update["gradients"] for update in flatten(case.updates)]
+    return any(state["plain"] or state["sharded"] for state in gradients)
 
 
 @question("gradients and weights are equal on all ranks")
@@ -463,11 +461,10 @@ def mean_of_ranks(case: Comparison) -> list[Finding]:
                 return [finding]
             sums.append(finding)
             continue
-        owners = [rank for rank, own in enumerate(found.own)
-                  if off(applied, own) < limit]
-        if owners:
+        owner = find_owner(found, limit)
+        if owner is not None:
             return [fail(f"in update {step} all ranks have the gradients "
-                         f"of rank {owners[0]} alone", "all_reduce adds "
+                         f"of rank {owner} alone", "all_reduce adds "
                          "up those of all ranks; broadcast does not")]
         factor = (applied @ expected / (expected @ expected)).item()
         error = off(applied, factor * expected)
@@ -509,6 +506,14 @@ def find_reduced(updates: Updates) -> ReducedGradients | None:
             return None
         found.append(ReducedGradients(applied, own, elements))
     return min(found, key=lambda one: off(one.applied, one.mean))
+
+
+def find_owner(found: ReducedGradients, limit: float) -> int | None:
+    """Return the first rank whose own gradients all ranks have, if any."""
+    for rank, own in enumerate(found.own):
+        if off(found.applied, own) < limit:
+            return rank
+    return None
 
 
 def multiplied(step: int, factor: float) -> Finding:
