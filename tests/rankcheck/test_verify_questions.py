@@ -34,7 +34,7 @@ from rankcheck.record.tensors import describe, whole_here
 from rankcheck.record.torch_api import batchnorm, clipping, targets
 from rankcheck.record.training import Modules
 from rankcheck.verification import command, questions
-from rankcheck.verification.comparison import Comparison
+from rankcheck.verification.comparison import Comparison, find_skips
 from rankcheck.verification.questions import QUESTIONS
 from rankcheck.verification.runs import Runs
 
@@ -87,6 +87,18 @@ def answers(recorded, monkeypatch):
         return found
 
     return find
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_who_leaves_out_a_step_beside_a_rank_that_died(dead, tmp_path):
+    """Its number is the rank's own: one that died has left no record."""
+    makes = {"updates": [{}, {}], "skipped": [], "discarded": [], "asked": []}
+    seen = [makes, makes, makes | {"skipped": [0]}]
+    seen[dead] = {}
+    found, = find_skips(Trial(tmp_path / "train.py", seen=seen))
+    assert found.ranks == [2] and found.text.startswith(
+        "rank 2 leaves out a step before its update 0"), found.text
+    assert f"rank {1 - dead} makes it" in found.text
 
 
 def on(rank, kind="", size=2, update=None, **change):

@@ -275,19 +275,21 @@ def find_skips(trial: Trial) -> list[Finding]:
     Where both have come to their last update, one of them has thrown more
     gradients away: it may have computed those for itself, as in a profile.
     """
-    each = [decisions(seen) for seen in trial.seen if seen]
-    ended = [bool(trial.asked("left", rank))
-             for rank, seen in enumerate(trial.seen) if seen]
-    for rank, mine in enumerate(each):
-        if len(mine) != len(each[0]) and ended[rank] and ended[0]:
+    # one that has died has left no record
+    each = {rank: decisions(seen) for rank, seen in enumerate(trial.seen)
+            if seen}
+    ended = {rank for rank in each if trial.asked("left", rank)}
+    first = min(each, default=0)
+    for rank, mine in each.items():
+        if len(mine) != len(each[first]) and {rank, first} <= ended:
             continue
-        for at, pair in enumerate(zip(each[0], mine, strict=False)):
+        for at, pair in enumerate(zip(each[first], mine, strict=False)):
             first_makes, rank_makes = (words == "makes" for words in pair)
             if first_makes == rank_makes:
                 continue
-            who, other, reason = 0, rank, pair[0]
+            who, other, reason = first, rank, pair[0]
             if first_makes:
-                who, other, reason = rank, 0, pair[1]
+                who, other, reason = rank, first, pair[1]
             update = mine[:at].count("makes")
             return [fail(
                 f"rank {who} leaves out a step before its update {update} "
