@@ -21,7 +21,13 @@ from ..system.sources import find_line  # noqa: F401 also for who has no folders
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing it takes longer than all else here
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from types import FrameType
     from typing import Any
+
+    from .process_record import Call, CallPlace
+
+    Dump = Callable[..., Any]  # a function of PyTorch's
 
 KEPT = 2000  # collectives
 # What is recorded of MPI's communicators. In these, one rank has what all
@@ -43,18 +49,24 @@ MESSAGES = {"Create_group": None, "Probe": 0, "Recv": 1, "Send": 1,
             "Sendrecv": None, "Ssend": 1, "probe": 0, "recv": 1, "send": 1,
             "sendrecv": None, "ssend": 1}
 
-mpi_calls = collections.deque(maxlen=KEPT)  # as `read_record` returns them
-mpi_messages = collections.deque(maxlen=1)
+# As `read_record` returns them
+mpi_calls: collections.deque[Call] = collections.deque(maxlen=KEPT)
+mpi_messages: collections.deque[Call] = collections.deque(maxlen=1)
 
 
 def find_sources() -> sources.Sources:
-    """Whose the files of this process are, as of now."""
+    """Return whose the files of this process are, as of now."""
     return sources.Sources(sources.find_folders(),
                            os.environ.get("RANKCHECK_LIBRARY", ""))
 
 
-def find_dumps(suffix=""):
-    """PyTorch's functions for its flight record, and NCCL's if it is there."""
+def find_dumps(suffix: str = "") -> list[Dump]:
+    """Return PyTorch's functions for its flight record, and NCCL's if it is
+    there.
+
+    Args:
+        suffix: "" for those that pickle it, "_json" for those that write JSON.
+    """
     if not find_torch():
         return []
     names = (f"_dump_{kind}_trace{suffix}" for kind in ("fr", "nccl"))
@@ -62,8 +74,8 @@ def find_dumps(suffix=""):
     return [getattr(c10d, name) for name in names if hasattr(c10d, name)]
 
 
-def read_dump(dump, lines):
-    """What PyTorch's flight record holds.
+def read_dump(dump: Dump, lines: bool) -> Any:
+    """Return what PyTorch's flight record holds.
 
     For its lines PyTorch asks torch for _inductor, which imports it: that
     takes seconds, and if the script does the same at that moment, it may get a
@@ -72,11 +84,12 @@ def read_dump(dump, lines):
     """
     if not lines:
         return pickle.loads(dump(True, False, False))
-    torch, mine = sys.modules["torch"], threading.get_ident()
+    torch: Any = sys.modules["torch"]
+    this_thread = threading.get_ident()
     load = torch.__getattr__
 
-    def find(name):
-        if threading.get_ident() == mine:
+    def find(name: str) -> Any:
+        if threading.get_ident() == this_thread:
             raise AttributeError(name)
         return load(name)
 
@@ -87,34 +100,59 @@ def read_dump(dump, lines):
         torch.__getattr__ = load
 
 
-def read_record(lines):
-    """The last collectives, oldest first, of PyTorch's record and of ours."""
+def read_record(lines: bool) -> list[Call]:
+    """Return the last collectives, oldest first, of PyTorch's record and of
+    ours.
+
+    Args:
+        lines: also the lines that have begun those of PyTorch.
+    """
     dumps, torch, owners = find_dumps(), find_torch(), find_sources()
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    groups = {group.group_name: sorted(ranks) for group, ranks
-              in c10d._world.pg_group_ranks.items()
-              if hasattr(group, "group_name")} if dumps else {}
-    # a number in place of a group: one without this rank
-    records = [[{
-        "group": groups.get(entry["process_group"][0]),
-        "name": entry["process_group"][0],
-        "number": entry["collective_seq_id"],
-        "call": entry["profiling_name"].rpartition(":")[2],
-        "sizes": entry["input_sizes"], "types": entry["input_dtypes"],
-        # which is not recorded: it is the rank that gets something
-        "root": torch.get_rank() if entry.get("output_sizes") and entry[
-            "profiling_name"].endswith(":gather") else None,
-        "waits": not entry["retired"], "p2p": entry["is_p2p"],
-        "time": entry["time_created_ns"] / 1e9,
-        **describe_stack(owners, entry.get("frames"))}
-        for entry in read_dump(dump, lines).get("entries", [])]
-        for dump in dumps]
+    groups = find_groups() if dumps else {}
+    records = []
+    for dump in dumps:
+        entries = read_dump(dump, lines).get("entries", [])
+        records.append([describe_entry(entry, groups, torch, owners)
+                        for entry in entries])
     # each is in order, also where the clock was set back meanwhile
-    return [*heapq.merge([dict(call) for call in list(mpi_calls)], *records,
+    return [*heapq.merge([call.copy() for call in list(mpi_calls)], *records,
                          key=lambda call: call["time"])][-KEPT:]
 
 
-def pack_groups(entries: list[dict[str, Any]]) -> dict[str, list[int]]:
+def find_groups() -> dict[str, list[int]]:
+    """Return the ranks of each of PyTorch's groups, by its name."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    return {group.group_name: sorted(ranks)
+            for group, ranks in c10d._world.pg_group_ranks.items()
+            # a number in place of a group: one without this rank
+            if hasattr(group, "group_name")}
+
+
+def describe_entry(entry: Mapping[str, Any], groups: dict[str, list[int]],
+                   torch: Any, owners: sources.Sources) -> Call:
+    """Return a call as PyTorch's flight record holds it.
+
+    Args:
+        torch: torch.distributed.
+    """
+    name = entry["process_group"][0]
+    root = None
+    if entry.get("output_sizes") and (
+            entry["profiling_name"].endswith(":gather")):
+        # which is not recorded: it is the rank that gets something
+        root = torch.get_rank()
+    place = describe_stack(owners, entry.get("frames"))
+    return {
+        "group": groups.get(name), "name": name,
+        "number": entry["collective_seq_id"],
+        "call": entry["profiling_name"].rpartition(":")[2],
+        "sizes": entry["input_sizes"], "types": entry["input_dtypes"],
+        "root": root, "waits": not entry["retired"], "p2p": entry["is_p2p"],
+        "time": entry["time_created_ns"] / 1e9,
+        "line": place["line"], "outside": place["outside"]}
+
+
+def pack_groups(entries: list[Call]) -> dict[str, list[int]]:
     """Let calls name their group, in place of its ranks.
 
     Args:
@@ -134,12 +172,17 @@ def pack_groups(entries: list[dict[str, Any]]) -> dict[str, list[int]]:
         while table.setdefault(name, ranks) != ranks:
             number += 1
             name = f"{entry['name']}#{number}"
-        entry["group"] = name
+        packed: Any = entry  # a `Call` as it is in the file
+        packed["group"] = name
     return table
 
 
 def unpack_groups(record: dict[str, Any]) -> None:
-    """Undo `pack_groups` in a record; those of an older format have none."""
+    """Undo `pack_groups` in a record; those of an older format have none.
+
+    Args:
+        record: a `ProcessRecord`, as it is in the file; it is changed.
+    """
     table = record.pop("groups", None)
     if table is None:
         return
@@ -148,11 +191,15 @@ def unpack_groups(record: dict[str, Any]) -> None:
             entry["group"] = table[entry["group"]]
 
 
-def describe_stack(owners: sources.Sources, frames: list | None) -> dict:
-    """Which line of the script has begun a collective, and whether that was
-    outside of the script's own run: in a handler at its end, or a thread.
+def describe_stack(owners: sources.Sources,
+                   frames: Sequence[Mapping[str, Any]] | None) -> CallPlace:
+    """Return which line of the script has begun a collective, and whether
+    that was outside of the script's own run: in a handler at its end, or a
+    thread.
 
-    Both are None if the record has no frames, as PyTorch has them.
+    Args:
+        frames: innermost first, as PyTorch has them; None if the record has
+            none.
     """
     stack = [[frame["filename"], frame["line"], frame["name"]]
              for frame in reversed(frames or ())]
@@ -163,30 +210,46 @@ def describe_stack(owners: sources.Sources, frames: list | None) -> dict:
 
 
 def find_switched_off() -> str:
-    """The variable that has switched PyTorch's flight record off, or ""."""
+    """Return the variable that has switched PyTorch's flight record off; "" if
+    none has.
+    """
     for name in "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE":
-        if value := os.environ.get(name, "").strip():
-            return name if value == "0" else ""  # the first that is set
+        value = os.environ.get(name, "").strip()
+        if value:  # the first that is set
+            return name if value == "0" else ""
     return ""
 
 
-def progress():
-    """How many collectives each group has begun and ended, as text."""
-    return [str([*mpi_messages, *list(mpi_calls)[-1:]])] + [
-        dump(False) for dump in find_dumps("_json")]
+def progress() -> list[str]:
+    """Return how many collectives each group has begun and ended, as text."""
+    own = str([*mpi_messages, *list(mpi_calls)[-1:]])
+    return [own, *[dump(False) for dump in find_dumps("_json")]]
 
 
 # ---------------------------------- MPI, which keeps no record of its own
 
 
-def record_mpi(MPI, on_abort):
-    """Let MPI.COMM_WORLD, and what is made of it, record its collectives."""
+def record_mpi(MPI: Any, on_abort: Callable[[int], None]) -> None:
+    """Let MPI.COMM_WORLD, and what is made of it, record its collectives.
+
+    Args:
+        MPI: mpi4py.MPI.
+        on_abort: called with the status before MPI ends the process.
+    """
     if hasattr(type(MPI.COMM_WORLD), "recorded"):
         return
-    kinds, merges = {}, collections.Counter()
+    kinds: dict[type, type] = {}  # each class of mpi4py's -> ours
+    merges: collections.Counter[tuple[int, ...]] = collections.Counter()
 
-    def record(kind, name, calls, counts):
-        def called(self, *args, **options):
+    def record(kind: type, name: str, calls: collections.deque[Call],
+               counts: int) -> Callable[..., Any]:
+        """Return the method of that name, which adds each call to `calls`.
+
+        Args:
+            counts: 1 if a call gets a number, 0 if it has the last one's.
+        """
+        # `sources.is_mpi_call` knows it by this name
+        def called(self: Any, *args: Any, **options: Any) -> Any:
             if self.label is None:  # made in a way that is not known here
                 return getattr(kind, name)(self, *args, **options)
             self.recorded += counts
@@ -198,19 +261,21 @@ def record_mpi(MPI, on_abort):
             return adopt(result, f"{self.label}.{number}")
         return called
 
-    def merge(self, *args, **options):
+    def merge(self: Any, *args: Any, **options: Any) -> Any:
         result = MPI.Intercomm.Merge(self, *args, **options)
         # the two sides have labels of their own: this one is the same on both
         ranks = tuple(find_ranks(result))
         merges[ranks] += 1
         return adopt(result, f"merged.{merges[ranks]}")
 
-    def abort(self, errorcode=0):
+    def abort(self: Any, errorcode: int = 0) -> None:
         on_abort(errorcode)
         MPI.Comm.Abort(self, errorcode)
 
-    def make_kind(kind):
-        members = {"recorded": 0, "ranks": None, "label": None}
+    def make_kind(kind: type) -> type:
+        """Return a class as this one of mpi4py's, which records."""
+        members: dict[str, Any] = {
+            "recorded": 0, "ranks": None, "label": None}
         if issubclass(kind, MPI.Intercomm):
             return type(kind.__name__, (kind,), {**members, "Merge": merge})
         members["Abort"] = abort
@@ -221,49 +286,70 @@ def record_mpi(MPI, on_abort):
                     members[name] = record(kind, name, calls, counts)
         return type(kind.__name__, (kind,), members)
 
-    def adopt(value, label):
+    def adopt(value: Any, label: str) -> Any:
+        """Return a communicator that records; anything else as it is."""
         # an empty communicator, which `Split` returns, is false
         if not isinstance(value, (MPI.Intracomm, MPI.Intercomm)) or not value:
             return value
-        kind, mine = type(value), value
+        kind, adopted = type(value), value
         if not hasattr(kind, "recorded"):  # what `Dup` makes has our kind
             kinds[kind] = kinds.get(kind) or make_kind(kind)
-            mine = kinds[kind](value)
-            vars(mine).update(getattr(value, "__dict__", {}))
-        vars(mine).update(label=label, recorded=0, ranks=None)
-        return mine
+            adopted = kinds[kind](value)
+            vars(adopted).update(getattr(value, "__dict__", {}))
+        vars(adopted).update(label=label, recorded=0, ranks=None)
+        return adopted
 
     MPI.COMM_WORLD = adopt(MPI.COMM_WORLD, "MPI")
 
 
 @functools.cache
 def mpi_sources() -> sources.Sources:
-    """`find_sources`, once: at each call of MPI it has to be fast."""
+    """Call `find_sources` once: at each call of MPI it has to be fast."""
     return find_sources()
 
 
-def find_ranks(comm) -> list[int]:
-    """The ranks of a communicator, as COMM_WORLD counts them."""
+def find_ranks(comm: Any) -> list[int]:
+    """Return the ranks of a communicator, as COMM_WORLD counts them."""
     world = sys.modules["mpi4py.MPI"].COMM_WORLD.Get_group()
-    return comm.Get_group().Translate_ranks(None, world)
+    ranks: list[int] = comm.Get_group().Translate_ranks(None, world)
+    return ranks
 
 
-def describe_call(comm, name, args, options):
-    """What `read_record` says of a call; of an array its shape and type."""
+def find_argument(args: tuple[Any, ...], options: dict[str, Any], place: int,
+                  default: int, names: Iterable[str]) -> Any:
+    """Return an argument of a call, by its place or one of its names."""
+    for name in names:
+        if name in options:
+            return options[name]
+    if len(args) > place:
+        return args[place]
+    return default
+
+
+def describe_call(comm: Any, name: str, args: tuple[Any, ...],
+                  options: dict[str, Any]) -> Call:
+    """Return what `read_record` says of a call that is being made; of an
+    array its shape and type.
+
+    To be called by the method itself: the frames above that are the stack.
+    """
     if comm.ranks is None:
         comm.ranks = find_ranks(comm)
 
-    def find_rank(place, default, *names):
-        number = None if place is None else next(
-            (options[name] for name in names if name in options),
-            args[place] if len(args) > place else default)
-        return comm.ranks[number] if isinstance(number, int) and (
-            0 <= number < len(comm.ranks)) else None
+    def find_rank(place: int | None, default: int, *names: str) -> int | None:
+        if place is None:
+            return None
+        number = find_argument(args, options, place, default, names)
+        if isinstance(number, int) and 0 <= number < len(comm.ranks):
+            rank: int = comm.ranks[number]
+            return rank
+        return None
 
     # the methods in lower case take any objects, also arrays of other shapes
     sent = [array for array in args[:2] if hasattr(array, "dtype")
             and name[0].isupper()][:1]
-    stack, frame = [], sys._getframe(2)
+    stack: list[dict[str, Any]] = []
+    frame: FrameType | None = sys._getframe(2)
     while frame:
         stack.append({"filename": frame.f_code.co_filename,
                       "line": frame.f_lineno, "name": frame.f_code.co_name})

@@ -10,7 +10,8 @@
 PROCESS is HOST-PID@SPACE, as proc.py's `name_process` makes it.
 The first is written at the start and at the end; in between by a thread: when
 asked, and when the main thread has not moved for 20 s (then it asks all the
-others). `rankcheck why` reads them, also when nothing runs any more.
+others). `rankcheck why` reads them, also when nothing runs any more. Types of
+what is in it are in process_record.py.
 
 It serves any script: see hook/sitecustomize.py. Only the standard library, and
 the modules beside it. It changes nothing of what it watches: it replaces no
@@ -43,6 +44,16 @@ from ..system.launchers import find_error, find_rank
 from ..system.open_file import OpenFile, open_high
 from . import calls
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # importing it takes longer than all else here
+    from collections.abc import Iterator, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import FrameType, ModuleType
+    from typing import Any, Literal
+
+    from ..system.sources import Stack
+    from .process_record import Ended, ProcessRecord, Row
+
 FOLDER = "RANKCHECK_WHY"  # the variable that names the folder
 WATCHED = "RANKCHECK_WATCHED"  # the id of the rank that has started this
 START = "RANKCHECK_START"  # the one that names what `why run` has started
@@ -59,22 +70,23 @@ STARTS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
           "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT",
           "WORLD_SIZE")  # not of a group, which no rank knows at first
 
-the_witness = None
+# False: nobody can write to the folder
+the_witness: Witness | Literal[False] | None = None
 
 
-def start(folder):
+def start(name: str | os.PathLike[str]) -> None:
     """Write in this folder, from now on or as soon as this is a rank.
 
     The thread begins when torch or MPI is imported: Python 3.12 warns of a
     fork beside any other thread, and then there are some anyway.
     """
-    folder = Path(os.path.expanduser(folder)).absolute()
+    folder = Path(os.path.expanduser(name)).absolute()
     rank, by = find_rank()[0], os.environ.get(WATCHED, str(os.getpid()))
     atexit.register(at_end, folder, by)
     if launchers.is_launcher(launchers.read_command()):
         return
     # by which a script that leaves without exit handlers finds `leave`
-    package = sys.modules.setdefault(
+    package: Any = sys.modules.setdefault(
         "rankcheck_witness", type(sys)("rankcheck_witness"))
     package.leave = leave
     # by: after os.execv it is still the same rank; what a rank has started
@@ -86,56 +98,67 @@ def start(folder):
         begin(folder)
     imports = Imports(folder, by)
     sys.meta_path.insert(0, imports)
-    for name in {"torch", "mpi4py.MPI"} & {*sys.modules}:
-        imports.find_spec(name)
+    for module in {"torch", "mpi4py.MPI"} & {*sys.modules}:
+        imports.find_spec(module)
 
 
 def is_start(folder: Path) -> bool:
     """Whether `why run` has become this process."""
     file = folder / f"{proc.name_process(os.environ)}{BEGIN}"
-    token = os.environ.get(START)  # else a process of an earlier start had
-    return bool(token) and token in proc.read_text(file)  # the same PID
+    token = os.environ.get(START)
+    if not token:
+        return False
+    # else a process of an earlier start had the same PID
+    return token in proc.read_text(file)
 
 
-def leave(status):
-    """To be called by who leaves without exit handlers."""
+def leave(status: int | str | None) -> None:
+    """Write how it ends: for a script that leaves without exit handlers."""
     if the_witness:
         the_witness.end(status)
 
 
-def at_end(folder, by):
+def at_end(folder: Path, by: str) -> None:
     """Write of a rank that nobody has seen so far, and of a launcher."""
-    if the_witness is None and is_named(by) and begin(folder):
-        the_witness.on_end()
+    if the_witness is None and is_named(by):
+        witness = begin(folder)
+        if witness is not None:
+            witness.on_end()
     try:
         launchers.keep_exits(folder)
     except OSError as error:
         warn(error)
 
 
-def is_named(by):
+def is_named(by: str) -> bool:
     """Whether this has become a rank: some scripts start theirs themselves."""
-    return bool(launchers.find_torch()) or (
-        by == str(os.getpid()) and launchers.find_spawned() is not None)
+    if launchers.find_torch():
+        return True
+    return by == str(os.getpid()) and launchers.find_spawned() is not None
 
 
-def run(folder, by):
+def run(folder: Path, by: str) -> None:
+    """Be the thread that watches, once this is a rank."""
     try:
         wait = POLL / 50
         while the_witness is None and not is_named(by):
             time.sleep(wait)
             wait = min(1.1 * wait, POLL)
-        if the_witness or (the_witness is None and begin(folder)):
-            the_witness.watch_moves()
+        witness = the_witness
+        if witness is None:
+            witness = begin(folder)
+        if witness:
+            witness.watch_moves()
     except Exception as error:  # never the script's problem
         warn(error)
 
 
-def begin(folder):
-    """The `Witness`, or False where nobody can write to the folder."""
+def begin(folder: Path) -> Witness | None:
+    """Make the `Witness`; None where nobody can write to the folder."""
     global the_witness
+    witness = None
     try:
-        the_witness = Witness(folder)
+        the_witness = witness = Witness(folder)
     except OSError as error:  # never the script's problem
         the_witness = False
         warn(error)
@@ -143,42 +166,62 @@ def begin(folder):
         os.environ[WATCHED] = str(os.getpid())
     if "mpi4py.MPI" in sys.modules:
         calls.record_mpi(sys.modules["mpi4py.MPI"], leave)
-    return the_witness
+    return witness
 
 
 class Imports:
-    """Sees which modules the script imports, and finds none of them."""
+    """Sees which modules the script imports, and finds none of them.
 
-    def __init__(self, *place):
-        self.place = place  # of what `run` writes
+    Args:
+        folder, by: as `run` has them, which is started once.
+    """
 
-    def find_spec(self, name, path=None, target=None):
+    def __init__(self, folder: Path, by: str) -> None:
+        self.task: tuple[Path, str] | None = (folder, by)
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None,
+                  target: ModuleType | None = None) -> ModuleSpec | None:
+        """Start the thread if this is torch or MPI, and record MPI."""
         if the_witness:
             the_witness.find_script()
         if name not in ("torch", "mpi4py.MPI"):
             return None
-        if self.place:
-            _thread.start_new_thread(run, self.place)
-            self.place = None
+        if self.task is not None:
+            _thread.start_new_thread(run, self.task)
+            self.task = None
         if name == "torch" or name in sys.modules or not the_witness:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None:
-            execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (
-                execute(module), calls.record_mpi(module, leave))
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def execute_and_record(module: ModuleType) -> None:
+                execute(module)
+                calls.record_mpi(module, leave)
+
+            loader.exec_module = execute_and_record
         return spec
 
 
-def warn(error):
+def warn(error: Exception) -> None:
     print(f"warning: no evidence for `why`: {error}", file=sys.stderr)
 
 
 class Witness:
-    """Writes what this process does, and how it ended."""
+    """Writes what this process does, and how it ended.
 
-    def __init__(self, folder):
+    Attributes:
+        script: the frame of the script itself; None before it has begun.
+        thread: the system's number of the thread that watches; None before.
+        still: seconds without a move of the main thread.
+        stays: seconds in which the script's line was the same.
+        seen: hashes of the places where the main thread was since `progress`.
+        asked: the questions that are answered.
+    """
+
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.owner, self.host = os.getpid(), proc.name_host(os.environ)
         self.file = folder / f"{proc.name_process(os.environ)}.json"
@@ -189,18 +232,25 @@ class Witness:
         with contextlib.suppress(OSError):  # else nobody is to remove it
             mark = open_high(folder / MARK, os.O_RDONLY)
             fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        self.at_begin = {
+        self.at_begin: ProcessRecord = {
             "format": FORMAT, "host": self.host, "pid": self.owner,
             "starter": os.environ.get(WATCHED), "began": time.time(),
-            "start": [*map(os.environ.get, STARTS)], "parent": os.getppid(),
+            "start": [os.environ.get(name) for name in STARTS],
+            "parent": os.getppid(),
             "token": os.environ.get(START), "space": proc.name_space(),
             "network": os.path.basename(
                 os.path.realpath("/proc/self/ns/net")),
             "oom_before": proc.count_oom_kills()}
-        self.still, self.seen, self.progress = 0, set(), None
-        self.stays, self.line = 0, None
-        self.script, self.over, self.thread = None, False, None
-        self.ended, self.asked = None, ""
+        self.still: float = 0
+        self.stays: float = 0
+        self.line: Sequence[Any] | None = None
+        self.seen: set[int] = set()
+        self.progress: list[str] | None = None
+        self.script: FrameType | None = None
+        self.over = False
+        self.thread: int | None = None
+        self.ended: Ended | None = None
+        self.asked = ""
         self.lock = threading.Lock()  # for the files, and for how it ended
         self.stack_file = OpenFile(self.file.with_suffix(".stack"))
         self.end_file = OpenFile(self.file.with_suffix(".end"))
@@ -216,61 +266,65 @@ class Witness:
         self.find_script()
         self.write()
 
-    def leave_child(self):
-        """A worker of a data loader is not to write in its parent's name."""
+    def leave_child(self) -> None:
+        """Write no more: a worker of a data loader is not its parent."""
         self.ended, self.script = {"status": "forked"}, None
         for file in self.stack_file, self.end_file:
             file.disconnect()
 
-    def on_end(self):
-        """What Python still knows: of SystemExit, not the status."""
-        self.end(0 if self.is_complete() else 1 if find_error() else None)
+    def on_end(self) -> None:
+        """Write what Python still knows: of SystemExit, not the status."""
+        status = None
+        if self.is_complete():
+            status = 0
+        elif find_error():
+            status = 1
+        self.end(status)
         self.script = None  # its variables are to end with the process
 
-    def end(self, status):
+    def end(self, status: int | str | None) -> None:
         """Write how it ended, once: whoever comes second waits for the first.
 
-        status: None if it is not known.
+        Args:
+            status: None if it is not known.
         """
         if os.getpid() != self.owner:
             return
         with self.lock:
             if self.ended is None:
-                ended = {"status": status, "time": time.time()}
+                ended: Ended = {"status": status, "time": time.time()}
                 if status and find_error() is not None:
-                    first, *later = chain(find_error())
-                    ended |= {
-                        "error": type(first).__name__,
-                        "message": launchers.read_message(first),
-                        "stack": stack_of(first)[-50:], "then": [
-                            [stack_of(one)[-20:],
-                             f"{type(one).__name__}: "
-                             f"{launchers.read_message(one)}"[:200]]
-                            for one in later[-5:]]}
+                    add_error(ended, find_error())
                 self.ended = ended
                 # where no file can be opened any more, and no byte is left
                 with contextlib.suppress(OSError):
                     self.end_file.fill(json.dumps(ended).encode())
         self.write()
 
-    def find_script(self):
+    def find_script(self) -> None:
         """Keep the script's own frame, the outermost, which has no variables
         of its own: it tells afterwards whether the script came to its end.
         """
-        if self.script is None and self.ended is None:
-            *_, self.script = None, *(
-                frame for frame in self.frames()
-                if frame.f_code.co_name == "<module>"
-                and frame.f_globals.get("__name__") == "__main__")
+        if self.script is not None or self.ended is not None:
+            return
+        outermost = None
+        for frame in self.frames():
+            if frame.f_code.co_name == "<module>" and (
+                    frame.f_globals.get("__name__") == "__main__"):
+                outermost = frame
+        self.script = outermost
 
-    def is_complete(self):
+    def is_complete(self) -> bool:
+        """Whether the script came to its end."""
         script = self.script
         return script is not None and opcode.opname[
             script.f_code.co_code[script.f_lasti]].startswith("RETURN")
 
-    def watch_moves(self):
+    def watch_moves(self) -> None:
+        """Look at the main thread until the process ends."""
         self.thread = threading.get_native_id()
-        self.asked, wait = proc.read_text(self.ask), STILL
+        self.asked = proc.read_text(self.ask)
+        wait: float = STILL
         self.write()
         now, first_at_end = time.monotonic(), False
         while self.ended is None:
@@ -285,7 +339,10 @@ class Witness:
             before, now = now, time.monotonic()
             # not the time in which the process itself was stopped
             passed = min(now - before, 2 * POLL)
-            self.stays = 0 if self.has_left_line() else self.stays + passed
+            if self.has_left_line():
+                self.stays = 0
+            else:
+                self.stays += passed
             if self.has_moved():
                 self.still, wait = 0, STILL
             else:
@@ -294,21 +351,23 @@ class Witness:
             if self.still > wait:
                 with contextlib.suppress(OSError):  # for example a full disk
                     add_question(self.ask)
-            if (asked := proc.read_text(self.ask)) != self.asked:
+            asked = proc.read_text(self.ask)
+            if asked != self.asked:
                 self.asked, wait = asked, 2 * max(wait, self.still)
                 self.write()  # at once: on a busy node the rest takes long
                 self.write(lines=True)
 
-    def has_moved(self):
+    def has_moved(self) -> bool:
         """Whether the main thread's place is new since the last collective: a
         polling loop visits the same places again.
         """
-        place, progress = hash(tuple(
-            (frame.f_code.co_filename, frame.f_lasti)
-            for frame in self.frames())), calls.progress()
+        place = hash(tuple((frame.f_code.co_filename, frame.f_lasti)
+                           for frame in self.frames()))
+        progress = calls.progress()
         if progress != self.progress or len(self.seen) > PLACES:
             self.seen.clear()
-        self.progress, known = progress, place in self.seen
+        self.progress = progress
+        known = place in self.seen
         self.seen.add(place)
         return not known
 
@@ -316,38 +375,44 @@ class Witness:
         """Whether the script's line is not that of the last look: a loop comes
         back to places that are not new.
         """
-        before, self.line = self.line, calls.find_sources().find_line(
-            self.look())
+        before = self.line
+        self.line = calls.find_sources().find_line(self.look())
         return self.line != before
 
-    def note_end(self):
-        """The script is over or has failed, but the process has yet to end."""
+    def note_end(self) -> None:
+        """Write it if the script is over or has failed, but the process has
+        yet to end.
+        """
         if self.script is not None and self.script not in self.frames():
             self.over = True
             if not self.is_complete() and find_error() is not None:
                 self.end(1)
 
-    def frames(self, thread=None):
-        """The frames of a thread, by default the main one's, innermost first.
+    def frames(self, thread: int | None = None) -> Iterator[FrameType]:
+        """Yield a thread's frames, by default the main one's, innermost first.
 
         Nobody may keep one of a function: it keeps the function's variables.
         """
-        frame = sys._current_frames().get(
-            thread or threading.main_thread().ident)
+        ident = thread or threading.main_thread().ident
+        frame = sys._current_frames().get(ident or 0)
         while frame:
             if frame.f_globals is not globals():  # not this module's
                 yield frame
             frame = frame.f_back
 
-    def look(self, thread=None):
-        """A thread's stack, outermost first: (file, line, function)."""
+    def look(self, thread: int | None = None
+             ) -> tuple[tuple[str, int, str], ...]:
+        """Return a thread's stack, outermost first: (file, line, function)."""
         return tuple((frame.f_code.co_filename, frame.f_lineno,
                       frame.f_code.co_name) for frame in self.frames(thread)
                      )[::-1]
 
-    def watch(self):
-        """Two seconds of the main thread's stacks, and what the others do."""
-        looks, start = collections.Counter(), time.monotonic()
+    def watch(self) -> ProcessRecord:
+        """Return the main thread's stacks of two seconds, and what the others
+        do meanwhile.
+        """
+        looks: collections.Counter[Stack] = collections.Counter()
+        start = time.monotonic()
         before = proc.see_work(self.owner, but=self.thread)
         while sum(looks.values()) < LOOKS and time.monotonic() < start + 4:
             time.sleep(2 / LOOKS)
@@ -361,14 +426,15 @@ class Witness:
                 "work": proc.describe_work(
                     before, after, time.monotonic() - start, lines)}
 
-    def look_at_threads(self) -> list:
-        """[name, native id, stack] of all threads that run Python, but ours;
-        `threading` may not know some: ["?", 0, stack].
+    def look_at_threads(self) -> list[Row]:
+        """Return [name, native id, stack] of all threads that run Python, but
+        ours; `threading` may not know some: ["?", 0, stack].
         """
-        threads = []
-        known = {  # as `threading` knows them, without asking it
+        threads: list[Row] = []
+        # as `threading` knows them, without asking it
+        known: dict[int | None, Row] = {
             thread.ident: [thread.name, thread.native_id]
-            for thread in list(threading._active.values())}
+            for thread in list(vars(threading)["_active"].values())}
         # after a fork it has the number of another process there
         known[threading.main_thread().ident] = ["MainThread", self.owner]
         for ident in list(sys._current_frames()):
@@ -381,17 +447,25 @@ class Witness:
         frame = next(self.frames(), None)
         return None if frame is None else sources.find_callee(frame)
 
-    def write(self, lines=False):
-        """lines: also where the time goes, and the collectives' lines."""
+    def write(self, lines: bool = False) -> None:
+        """Write the record.
+
+        Args:
+            lines: also where the time goes, and the collectives' lines.
+        """
         if os.getpid() != self.owner:
             return
-        watched = self.watch() if lines else {}  # then all else at one moment
+        watched: ProcessRecord = {}
+        if lines:
+            watched = self.watch()  # then all else at one moment
         rank, size = find_rank()
-        record = {
+        address = os.environ.get("MASTER_ADDR")
+        port = os.environ.get("MASTER_PORT")
+        record: ProcessRecord = {
             **self.at_begin, **watched, "rank": rank, "world_size": size,
-            "master": [*map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT"))],
+            "master": [address, port],
             "written": time.time(), "still": self.still, "over": self.over,
-            "stays": self.stays,
+            "stays": self.stays, "ended": None,
             # who does not look yet, does not see it move either
             "stack": self.look() if self.thread else [],
             "callee": self.find_callee() if self.thread else None,
@@ -404,21 +478,23 @@ class Witness:
             "launched": launchers.is_launcher(proc.read_command(os.getppid())),
             "calls": None, "mpi": "mpi4py.MPI" in sys.modules,
             "joined": bool(launchers.find_torch() or calls.mpi_calls),
-            "message": next((dict(call) for call in list(calls.mpi_messages)
+            "message": next((call.copy() for call in list(calls.mpi_messages)
                              if call["waits"]), None),
             "oom_kills": (proc.count_oom_kills()
                           - self.at_begin["oom_before"]),
             "connecting": proc.connecting(self.owner),
             "library": os.environ.get("RANKCHECK_LIBRARY", "")}
         try:
-            record["calls"] = calls.read_record(lines)
-            messages = [message for message in [record["message"]] if message]
-            record["groups"] = calls.pack_groups(record["calls"] + messages)
+            entries = calls.read_record(lines)
+            record["calls"] = entries
+            if record["message"] is not None:
+                entries = [*entries, record["message"]]
+            record["groups"] = calls.pack_groups(entries)
         except Exception as error:  # the rest has to be known all the same
             warn(error)
         try:
             if not record["joined"] and self.ended is None and lines:
-                record["answer"] = proc.try_meeting(*record["master"])
+                record["answer"] = proc.try_meeting(address, port)
             part = self.file.with_suffix(".part")
             with self.lock:
                 record["ended"] = self.ended
@@ -428,20 +504,35 @@ class Witness:
             warn(error)
 
 
-def add_question(file):
-    """Ask all ranks, beside what others ask. Returns the question, a text."""
+def add_question(file: Path) -> str:
+    """Ask all ranks, beside what others ask. Returns the question."""
     question = f"{time.time_ns()}\n"
     with file.open("a") as asked:
         asked.write(question)
     return question
 
 
-def chain(error):
-    """An error, and those before it that led to it: these first."""
-    found = [error]
-    while found[0] is not None and found[0] not in found[1:]:
-        found.insert(0, find_earlier(found[0]))
-    return found[1:]
+def add_error(ended: Ended, error: BaseException) -> None:
+    """Add the error with which a script ended, and those that led to it."""
+    first, *later = chain(error)
+    ended["error"] = type(first).__name__
+    ended["message"] = launchers.read_message(first)
+    ended["stack"] = stack_of(first)[-50:]
+    followed = []
+    for one in later[-5:]:
+        words = f"{type(one).__name__}: {launchers.read_message(one)}"
+        followed.append([stack_of(one)[-20:], words[:200]])
+    ended["then"] = followed
+
+
+def chain(error: BaseException) -> list[BaseException]:
+    """Return an error, and those before it that led to it: these first."""
+    found: list[BaseException] = []
+    earlier: BaseException | None = error
+    while earlier is not None and earlier not in found:
+        found.insert(0, earlier)
+        earlier = find_earlier(earlier)
+    return found
 
 
 def find_earlier(error: BaseException) -> BaseException | None:
@@ -450,18 +541,20 @@ def find_earlier(error: BaseException) -> BaseException | None:
     # as a backport for older Pythons calls it, too
     if inside and any(kind.__name__ == "BaseExceptionGroup"
                       for kind in type(error).__mro__):
-        return inside[0]
+        first: BaseException = inside[0]
+        return first
     if error.__cause__ is not None or error.__suppress_context__:
         return error.__cause__
     return error.__context__
 
 
-def find_handled() -> list | None:
-    """[the name, the stack] of the error that the main thread is handling,
-    as in `finally` or `except`; None without one, or before Python 3.10.
+def find_handled() -> Row | None:
+    """Return [the name, the stack] of the error that the main thread is
+    handling, as in `finally` or `except`; None without one, or before Python
+    3.10.
     """
-    handled = getattr(sys, "_current_exceptions", dict)().get(
-        threading.main_thread().ident)
+    current: Any = getattr(sys, "_current_exceptions", dict)
+    handled = current().get(threading.main_thread().ident)
     if isinstance(handled, tuple):  # before Python 3.12
         handled = handled[1]
     if handled is None:
@@ -469,7 +562,7 @@ def find_handled() -> list | None:
     return [type(handled).__name__, stack_of(handled)[-20:]]
 
 
-def stack_of(error):
-    """Its frames, outermost first: (file, line, function)."""
+def stack_of(error: BaseException) -> list[Row]:
+    """Return its frames, outermost first: (file, line, function)."""
     return [[frame.f_code.co_filename, line, frame.f_code.co_name]
             for frame, line in traceback.walk_tb(error.__traceback__)]
