@@ -71,19 +71,20 @@ class Start:
             self.pid) and proc.read_state(self.pid) != "Z"
 
 
-def find_starts():
-    """Where each start has a folder: in the user's cache."""
+def find_starts() -> Path:
+    """Return where each start has a folder: in the user's cache."""
     home = os.path.expanduser("~")  # as it is, if nothing says where that is
-    return (Path(home, ".cache", "rankcheck") if home[:1] == "/" != home
-            else Path(tempfile.gettempdir(), f"rankcheck-{os.getuid()}"))
+    if home.startswith("/") and home != "/":
+        return Path(home, ".cache", "rankcheck")
+    return Path(tempfile.gettempdir(), f"rankcheck-{os.getuid()}")
 
 
 STARTS = find_starts()
 
 
-def switch_on(env):
-    """These variables, with which what a launcher starts is watched, in the
-    folder that they name already or in a new one.
+def switch_on(env: Mapping[str, str]) -> dict[str, str]:
+    """Return these variables, with which what a launcher starts is watched,
+    in the folder that they name already or in a new one.
     """
     name = time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
     folder = os.path.expanduser(env.get(FOLDER) or str(STARTS / name))
@@ -91,11 +92,11 @@ def switch_on(env):
             "PYTHONPATH": with_hook(env)}
 
 
-def make_folder(folder):
+def make_folder(name: str | os.PathLike[str]) -> None:
     """Make and mark the folder of a start, if it is one of `STARTS`; remove
     the oldest ones there, unless a process of theirs lives.
     """
-    folder = Path(folder)
+    folder = Path(name)
     if folder.parent != STARTS:
         return
     with contextlib.suppress(OSError):  # the ranks say what is wrong
@@ -112,16 +113,17 @@ def make_folder(folder):
 
 
 def name_session() -> str:
-    """The session of this process, a shell's as a rule; "" if unknown."""
+    """Return the session of this process, a shell's as a rule, or ""."""
     with contextlib.suppress(OSError):
         leader = os.getsid(0)
-        if ticks := proc.read_ticks(leader):
+        ticks = proc.read_ticks(leader)
+        if ticks:
             return f"{proc.name_space()}-{leader}-{ticks}"
     return ""
 
 
 def read_start(file: Path) -> Start | None:
-    """The start in a file of ours; None if it holds something else."""
+    """Return the start in a file of ours; None if it holds something else."""
     try:
         value = json.loads(read_regular(file))
         return Start(**{field.name: value[field.name]
@@ -131,24 +133,27 @@ def read_start(file: Path) -> Start | None:
 
 
 def read_all(files: Sequence[Path]) -> list[Start]:
-    """The starts in these files, those that are earlier first."""
+    """Return the starts in these files, those that are earlier first."""
     found = [read_start(file) for file in files]
     return sorted((start for start in found if start is not None),
                   key=lambda start: (start.number, start.time))
 
 
 def list_starts() -> list[Start]:
-    """All that this user has started and that is still listed."""
+    """Return all that this user has started and that is still listed."""
     return read_all([*STARTS.glob(".starts/*.json")])
 
 
 def starts_of(folder: Path) -> list[Start]:
-    """Those that write to a folder; several if it was used several times."""
+    """Return those that write to a folder; several if it was used several
+    times.
+    """
     return read_all([*folder.glob(f"*{BEGIN}")])
 
 
 def find_last(env: Mapping[str, str]) -> list[Start]:
-    """What was started last: one start, or several of which each may be meant.
+    """Return what was started last: one start, or several of which each may
+    be meant.
 
     Args:
         env: the variables of who asks.
@@ -247,13 +252,15 @@ def run(command: Sequence[str],
     for number in signal.SIGPIPE, signal.SIGXFSZ:
         signal.signal(number, signal.SIG_DFL)
     try:
-        os.execvpe(command[0], command, env)
+        os.execvpe(command[0], [*command], env)
     except OSError as error:
         raise UserError(f"{command[0]}: {error.strerror}") from error
 
 
 def find_position() -> int:
-    """How far the file of the standard error is written; -1 if it is none."""
+    """Return how far the file of the standard error is written, in bytes; -1
+    if it is none.
+    """
     try:
         return os.lseek(2, 0, os.SEEK_CUR)
     except OSError:  # a pipe, or a terminal
@@ -261,8 +268,8 @@ def find_position() -> int:
 
 
 def without_ours(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that this process was started with: Python adds one of
-    its own where the locale is C (PEP 538).
+    """Return the variables that this process was started with: Python adds
+    one of its own where the locale is C (PEP 538).
     """
     variables = dict(env)
     given = proc.read_text("/proc/self/environ")
