@@ -6,19 +6,22 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rankcheck.engine.findings import Finding
 from rankcheck.why.evidence import UNWATCHED
 from rankcheck.why.judge import judge
-from rankcheck.why.ranks import Rank
+from rankcheck.why.process_record import Call, Ended
+from rankcheck.why.ranks import PLURALS, Rank
 from rankcheck.why.seen import describe
+
+if TYPE_CHECKING:
+    from rankcheck.system.sources import Stack
 
 HOSTS = 4  # named in a line
 # What differs between ranks that do the same: seconds, clocks, PIDs
 DIFFERS = re.compile(r"(?<= for )\d+(?= s\b)|\b\d\d:\d\d:\d\d\b"
                      r"|(?<=process )\d+(?= \()")
-VERBS = {"is": "are", "has": "have", "was": "were"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Answer:
     @property
     def token(self) -> str | None:
         """Which start it is of; None if it is not known."""
-        tokens = {getattr(rank, "token", None) for rank in self.ranks}
+        tokens = {rank.token for rank in self.ranks}
         return next(iter(tokens - {None}), None)
 
     @property
@@ -57,26 +60,31 @@ class Answer:
 
 def answer(ranks: list[Rank],
            look_again: Callable[[], list[Rank]] | None = None) -> Answer:
+    """Judge one job; see `judge` for the arguments."""
     return Answer(ranks, judge(ranks, look_again))
 
 
 def order(answers: list[Answer], last_start: str | None) -> list[Answer]:
-    """What matters most first: a proven fault, then what is of the last
-    start, then what runs, then what began last.
+    """Return what matters most first: a proven fault, then what is of the
+    last start, then what runs, then what began last.
+
+    Args:
+        answers: those that began first are first.
+        last_start: its token; None if it is not known.
     """
     return sorted(reversed(answers), key=lambda one: (
         not one.is_fault, one.token != last_start, not one.runs))
 
 
 def join_ranks(numbers: list[int]) -> str:
-    """For example `rank 3`, or `ranks 0-62, 64`."""
+    """Return for example `rank 3`, or `ranks 0-62, 64`."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and spans[-1][-1] == number - 1:
             spans[-1].append(number)
         else:
             spans.append([number])
-    words = []
+    words: list[str] = []
     for span in spans:
         if len(span) > 2:
             words.append(f"{span[0]}-{span[-1]}")
@@ -95,8 +103,8 @@ def join_hosts(ranks: list[Rank]) -> str:
 
 
 def merge_words(texts: list[str]) -> str:
-    """One text for texts that are equal but for what `DIFFERS`."""
-    values = [*zip(*map(DIFFERS.findall, texts))]
+    """Return one text for texts that are equal but for what `DIFFERS`."""
+    values: list[tuple[str, ...]] = [*zip(*map(DIFFERS.findall, texts))]
 
     def merge(_: re.Match[str]) -> str:
         found = values.pop(0)
@@ -111,8 +119,11 @@ def sort_key(text: str) -> tuple[int, str]:
 
 
 def group_equal(ranks: list[Rank]) -> list[list[Rank]]:
-    """Those that do the same, in the order of the first of each."""
-    groups = defaultdict(list)
+    """Return those together that do the same, in the order of the first of
+    each.
+    """
+    groups: defaultdict[tuple[int | None, str], list[Rank]] = (
+        defaultdict(list))
     for rank in ranks:
         number = rank.calls[-1]["number"] if rank.calls else None
         groups[number, DIFFERS.sub("", describe(rank))].append(rank)
@@ -120,7 +131,8 @@ def group_equal(ranks: list[Rank]) -> list[list[Rank]]:
 
 
 def describe_group(ranks: list[Rank]) -> str:
-    """A line of the table, of a rank or of several that do the same."""
+    """Return a line of the table, of a rank or of several that do the same.
+    """
     first = ranks[0]
     words = merge_words([describe(rank) for rank in ranks])
     line = (f"{join_ranks([rank.rank for rank in ranks])} on "
@@ -129,14 +141,14 @@ def describe_group(ranks: list[Rank]) -> str:
         line += f", process {first.pid}"
     else:
         verb, space, rest = words.partition(" ")
-        words = VERBS.get(verb, verb.removesuffix("s")) + space + rest
+        words = PLURALS.get(verb, verb.removesuffix("s")) + space + rest
     if first.calls:
         line += f", collective {first.calls[-1]['number']}"
     return f"{line}: {words}"
 
 
 def describe_missing(found: Answer) -> str:
-    """Of which ranks nothing is known; "" if something is of all."""
+    """Return of which ranks nothing is known; "" if something is of all."""
     if not found.missing:
         return ""
     verb = "has" if len(found.missing) == 1 else "have"
@@ -145,29 +157,31 @@ def describe_missing(found: Answer) -> str:
 
 
 def name_job(found: Answer) -> str:
-    """What tells a job from others: its ranks, and where they meet."""
+    """Return what tells a job from others: its ranks, and where they meet.
+    """
     first = found.ranks[0]
     words = join_ranks([rank.rank for rank in found.ranks])
     if found.world_size:
         words += f" of {found.world_size}"
     if first.master[1]:
         words += f", MASTER_PORT {first.master[1]}"
-    run = (getattr(first, "start", None) or [None])[0]
+    run = first.start[0] if first.start else None
     if run and run != "none":
         words += f", run id {run}"
     return f"{words}, on {join_hosts(found.ranks)}"
 
 
 def describe_stacks(ranks: list[Rank]) -> list[str]:
-    """Whole stacks, innermost line last, in lines: of ranks where they are
-    equal those together.
+    """Return whole stacks, innermost line last, in lines: of ranks where
+    they are equal those together.
     """
-    groups: dict[tuple[str, tuple[Any, ...]], list[Rank]] = defaultdict(list)
+    groups: defaultdict[tuple[str, tuple[Any, ...]], list[Rank]] = (
+        defaultdict(list))
     for rank in ranks:
         groups["main thread", freeze(rank.stack)].append(rank)
-        for name, number, stack in rank.threads or ():
-            if number != rank.pid:
-                groups[f"thread {name}", freeze(stack)].append(rank)
+        for thread in rank.other_threads:
+            key = f"thread {thread.name}", freeze(thread.stack)
+            groups[key].append(rank)
     lines = []
     for (name, stack), members in groups.items():
         numbers = [rank.rank for rank in members]
@@ -179,7 +193,8 @@ def describe_stacks(ranks: list[Rank]) -> list[str]:
     return lines
 
 
-def freeze(stack: list[Any]) -> tuple[Any, ...]:
+def freeze(stack: Stack) -> tuple[Any, ...]:
+    """Return a stack as a key of a dictionary."""
     return tuple(tuple(frame) for frame in stack)
 
 
@@ -187,7 +202,11 @@ def freeze(stack: list[Any]) -> tuple[Any, ...]:
 
 
 def to_json(found: Answer, stacks: bool) -> dict[str, Any]:
-    """A job, as README.md describes it."""
+    """Return a job, as README.md describes it.
+
+    Args:
+        stacks: also whole stacks.
+    """
     finding = found.finding
     return {
         "kind": finding.kind or None, "verdict": finding.verdict,
@@ -205,31 +224,34 @@ def rank_to_json(rank: Rank, stacks: bool) -> dict[str, Any]:
     last = call_to_json(rank.calls[-1]) if rank.calls else None
     document = {
         "rank": rank.rank, "host": rank.host, "pid": rank.pid,
-        "state": rank.ending, "answers": not rank.mute,
-        "seconds": round(rank.still, 1) if rank.runs else None,
+        "state": rank.ending, "answers": not rank.is_unresponsive,
+        "seconds": round(rank.idle_seconds, 1) if rank.runs else None,
         "place": place, "collective": last, "waits": wait_to_json(rank),
         "error": error_to_json(rank), "text": describe(rank)}
     if stacks:
         document["stack"] = [[*frame] for frame in rank.stack]
         document["threads"] = [
-            {"name": name, "id": number, "stack": stack}
-            for name, number, stack in rank.threads or ()
-            if number != rank.pid]
+            {"name": thread.name, "id": thread.number, "stack": thread.stack}
+            for thread in rank.other_threads]
     return document
 
 
-def call_to_json(call: dict[str, Any]) -> dict[str, Any]:
+def call_to_json(call: Call) -> dict[str, Any]:
     return {"call": call["call"], "number": call["number"],
             "group": call["name"], "sizes": call["sizes"],
             "types": call["types"], "ended": not call["waits"]}
 
 
 def wait_to_json(rank: Rank) -> dict[str, Any] | None:
-    """In what it waits, and for whom if it is a message to one rank."""
+    """Return in what it waits, and for whom if it is a message to one rank;
+    None if it does not wait.
+    """
     if not rank.waits:
         return None
-    call = rank.message or next(iter(rank.awaited), None)
-    if call is None:
+    call: Call | None = rank.message
+    if not call and rank.awaited_calls:
+        call = rank.awaited_calls[0]
+    if not call:
         return {"call": rank.sources.find_wait(rank.stack) or None,
                 "number": None, "group": None, "peer": None}
     return {"call": call["call"], "number": call["number"],
@@ -237,8 +259,8 @@ def wait_to_json(rank: Rank) -> dict[str, Any] | None:
 
 
 def error_to_json(rank: Rank) -> dict[str, Any] | None:
-    """With what it has ended, if that is no success."""
-    ended = rank.ended or {}
+    """Return with what it has ended; None if that is a success."""
+    ended: Ended = rank.ended or {}
     status = ended.get("status")
     if not (status or ended.get("error") or rank.signal):
         return None

@@ -8,12 +8,13 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rankcheck.system.command_line import Parser
 from rankcheck.system.errors import UserError
 from rankcheck.why import dumps, evidence, hang, start
 from rankcheck.why.answer import (
@@ -34,10 +35,10 @@ TIMED = 4  # ranks of which the lines are told that take the time
 BETWEEN = 5  # seconds between two looks
 
 
-def add_arguments(parser):
+def add_arguments(parser: Parser) -> None:
     parser.after = "the job's own words"
-    parser.description += (" `why run -- torchrun ...` starts a job so that "
-                           "this is known.")
+    parser.description = (f"{parser.description} `why run -- torchrun ...` "
+                          "starts a job so that this is known.")
     parser.add_argument("job", nargs="?", metavar="RUN|JOBID", help="its "
                         "folder, or SLURM's number of it; without it, the job "
                         "that was started last")
@@ -73,7 +74,12 @@ class Request:
 
 
 def main(args: Namespace, **options: Any) -> int:
-    """options: as `Request` has them. Returns 2 if there is nothing to see."""
+    """Answer a command line; returns 2 if there is nothing to see.
+
+    Args:
+        args: of `add_arguments`; of the notebooks' cells, `job` alone.
+        options: as `Request` has them.
+    """
     given = vars(args)
     try:
         if args.job == "run" and args.flags:
@@ -90,8 +96,11 @@ def main(args: Namespace, **options: Any) -> int:
                    stacks=given.get("stacks", False), **options)
     except UserError as error:
         if given.get("json"):
+            candidates = []
+            if isinstance(error, evidence.Ambiguous):
+                candidates = [asdict(one) for one in error.candidates]
             print_document({"status": 2, "error": str(error),
-                            "candidates": getattr(error, "candidates", [])})
+                            "candidates": candidates})
         else:
             print(f"error: {error}", file=sys.stderr)
         return 2
@@ -100,7 +109,11 @@ def main(args: Namespace, **options: Any) -> int:
 def why(target: str | None, **options: Any) -> int:
     """Print the answer; returns the exit status, 1 if a fault is proven.
 
-    target, options: as `Request` has them.
+    Args:
+        target, options: as `Request` has them.
+
+    Raises:
+        UserError: if there is nothing to see.
     """
     request = Request(target, **options)
     files = dumps.find_files(target) if target else {}
@@ -117,19 +130,18 @@ def why(target: str | None, **options: Any) -> int:
     found = evidence.gather(folder)
     if not found.jobs or (begun and is_unseen(begun, found.jobs)):
         raise UserError(f"{name}: {evidence.say_begin(folder)}")
-    if found.refused and any(
-            rank.alive is not False and not rank.ended
-            for ranks in found.jobs for rank in ranks):
+    if found.refused and any(rank.alive is not False and not rank.ended
+                             for rank in found.ranks):
         raise UserError(say_refused(folder, found))
     answers = order([
-        answer(ranks, lambda ranks=ranks: look_again(folder, ranks))
+        answer(ranks, partial(look_again, folder, ranks))
         for ranks in found.jobs], begun.token if begun else None)
     status = int(any(one.is_fault for one in answers))
     if request.as_json:
         first, *others = [to_json(one, request.stacks) for one in answers]
         print_document({
             "status": status, "folder": str(folder),
-            "command": commands.get(answers[0].token), **first,
+            "command": find_command(answers[0], commands), **first,
             "other_jobs": others,
             "slurm": evidence.ask_about(name)})
         return status
@@ -164,6 +176,18 @@ def answer_dumps(files: dict[int, Path], request: Request) -> int:
     return status
 
 
+def find_command(found: Answer,
+                 commands: Mapping[str, list[str]]) -> list[str] | None:
+    """Return by which command a job was started; None if it is not known.
+
+    Args:
+        commands: what each start has started, by its token.
+    """
+    if found.token is None:
+        return None
+    return commands.get(found.token)
+
+
 def print_document(fields: dict[str, Any]) -> None:
     """Print one JSON document, with all fields: what is not known is null."""
     document = dict.fromkeys((
@@ -179,54 +203,63 @@ def is_unseen(begun: start.Start, found: list[list[Rank]]) -> bool:
     is over, of earlier ones.
     """
     ranks = [rank for some in found for rank in some]
-    tokens = {getattr(rank, "token", None) for rank in ranks}
-    return begun.token not in tokens and None not in tokens and not any(
+    tokens = {rank.token for rank in ranks}
+    if begun.token in tokens or None in tokens:
+        return False
+    return not any(
         rank.runs or rank.written > begun.time for rank in ranks)
 
 
 def say_refused(folder: Path, found: evidence.Evidence) -> str:
-    """That the ranks could not be asked, and what they wrote before."""
+    """Return that the ranks could not be asked, and what they wrote before.
+    """
     lines = [f"{folder} cannot be written to ({found.refused}), so the ranks "
              "could not be asked where they are",
              "fix: ask as the user who has started the job, or make room on "
              "that disk", "what they wrote before:"]
-    for rank in (rank for ranks in found.jobs for rank in ranks):
+    for rank in found.ranks:
         lines.append(f"  rank {rank.rank} on {rank.host}, process {rank.pid}: "
-                     f"last wrote at {rank.heard}")
+                     f"last wrote at {rank.last_report}")
     return "\n".join(lines)
 
 
 def print_outputs(starts: list[start.Start], found: list[list[Rank]]) -> None:
-    """How the outputs of those starts end of which ranks were found."""
-    tokens = {getattr(rank, "token", None) for ranks in found
-              for rank in ranks}
-    for begun in [one for one in starts if one.token in tokens] or starts[-1:]:
-        if output := evidence.say_output(begun):
+    """Print how the outputs of those starts end of which ranks were found."""
+    tokens = {rank.token for ranks in found for rank in ranks}
+    known = [one for one in starts if one.token in tokens]
+    for begun in known or starts[-1:]:
+        output = evidence.say_output(begun)
+        if output:
             print(f"  {output}")
 
 
 def find_place(request: Request, folder: Path) -> Path:
-    """The run's folder: the evidence is in RUN/why or RUN/why/JOB-START."""
+    """Return the run's folder: the evidence is in RUN/why or in
+    RUN/why/JOB-START.
+    """
     return next(filter(request.describe_run, [*folder.parents][:2]),
                 folder.parent)
 
 
 def print_all(answers: list[Answer], request: Request, folder: Path,
               commands: dict[str, list[str]]) -> None:
-    """Of several jobs: in full those with a fault, those that run, and the
-    last one; of the others a line.
+    """Print of several jobs in full those with a fault, those that run, and
+    the last one; of the others a line.
 
-    commands: what each start has started, by its token.
+    Args:
+        commands: what each start has started, by its token.
     """
     tokens = {one.token for one in answers}
     count = sum(one.runs for one in answers)
+    verb = "runs" if count == 1 else "run"
     print(f"{len(answers)} jobs were started here, {count} of them "
-          f"{'runs' if count == 1 else 'run'}: what matters most is first")
+          f"{verb}: what matters most is first")
     newest = max(answers, key=lambda one: one.ranks[0].began)
     for number, one in enumerate(answers, 1):
         name = name_job(one)
-        if len(tokens) > 1 and one.token in commands:
-            name += f", of {shlex.join(commands[one.token])}"
+        words = find_command(one, commands)
+        if len(tokens) > 1 and words is not None:
+            name += f", of {shlex.join(words)}"
         print(f"\njob {number} of {len(answers)}: {name}")
         if one.is_fault or one.runs or one is newest:
             print_answer(one, request, folder)
@@ -238,14 +271,17 @@ def print_answer(found: Answer, request: Request, folder: Path) -> None:
     finding = found.finding
     print(f"{finding.kind or 'no fault is proven'}: {finding.text}")
     if finding.advice:
-        print(f"{'try' if finding.kind else 'look'}: {finding.advice}")
+        label = "try" if finding.kind else "look"
+        print(f"{label}: {finding.advice}")
     for line in evidence.ask_about(request.target or str(folder)):
         print(f"  SLURM: {line}")
-    if about := request.describe_run(find_place(request, folder)):
+    about = request.describe_run(find_place(request, folder))
+    if about:
         print(f"  {about}")
     for group in group_equal(found.ranks):
         print(f"  {describe_group(group)}")
-    if missing := describe_missing(found):
+    missing = describe_missing(found)
+    if missing:
         print(f"  {missing}")
     timed = [rank for rank in found.ranks if rank.runs and (
         rank is found.ranks[0] or rank in finding.ranks)]
@@ -256,7 +292,7 @@ def print_answer(found: Answer, request: Request, folder: Path) -> None:
 
 
 def look_again(folder: Path, ranks: list[Rank]) -> list[Rank]:
-    """The ranks of the same job, some seconds after the first look."""
+    """Return the ranks of the same job, some seconds after the first look."""
     time.sleep(BETWEEN)
     first = {(rank.host, rank.pid) for rank in ranks}
     for later in evidence.gather(folder).jobs:
@@ -265,15 +301,21 @@ def look_again(folder: Path, ranks: list[Rank]) -> list[Rank]:
     return []
 
 
-def print_times(rank, most=4):
-    """The lines of the script that the rank spends its time in.
+def print_times(rank: Rank, most: int = 4) -> None:
+    """Print the lines of the script that the rank spends its time in.
 
     On a GPU these are the lines that wait for it, or keep it waiting.
+
+    Args:
+        most: how many lines, at most.
     """
-    lines, whole = Counter(), sum(times for times, _ in rank.looks)
-    for times, stack in rank.looks:
-        lines[f"{rank.find_place(stack)}" + " (waits for other ranks)"
-              * bool(rank.sources.find_wait(stack))] += times
+    lines: Counter[str] = Counter()
+    for sample in rank.samples:
+        words = str(rank.find_place(sample.stack))
+        if rank.sources.find_wait(sample.stack):
+            words += " (waits for other ranks)"
+        lines[words] += sample.times
+    whole = sum(lines.values())
     if whole:
         print(f"where the time of rank {rank.rank} goes, of {whole} looks in "
               "two seconds:")

@@ -10,14 +10,16 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from rankcheck.system import proc
 from rankcheck.system.errors import UserError, read_regular, require
 from rankcheck.system.hook import HOOK
 from rankcheck.why import calls, jobs, start, witness
+from rankcheck.why.process_record import Ended, Identity, ProcessRecord
 from rankcheck.why.ranks import Rank
 from rankcheck.why.start import SAID, Start
 
@@ -37,24 +39,32 @@ UNWATCHED = ("look for ranks that run without the hook: a job script that "
 OWN = re.compile("^frame #|/distributed/elastic/|<omitting python frames>")
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A start that may be meant, as JSON has it."""
+
+    folder: str
+    command: str  # "" if it is not known
+    text: str  # a line by which to choose it
+
+
 class Ambiguous(UserError):
     """Several starts may be meant: `candidates`."""
 
-    def __init__(self, candidates: list[Start | Path]) -> None:
-        self.candidates = [describe_candidate(one) for one in candidates]
-        lines = [f"  {one['text']}" for one in self.candidates]
-        names = shlex.quote(self.candidates[-1]["folder"])
+    def __init__(self, found: Sequence[Start | Path]) -> None:
+        self.candidates = [describe_candidate(one) for one in found]
+        lines = [f"  {one.text}" for one in self.candidates]
+        names = shlex.quote(self.candidates[-1].folder)
         super().__init__("\n".join([
             f"{len(lines)} starts may be meant, and which of them was the "
             "last one that you mean is not known:", *lines,
             f"fix: name one, as in `rankcheck why {names}`"]))
 
 
-def describe_candidate(candidate: Start | Path) -> dict[str, str]:
-    """What to choose it by: its folder, its command, and a line with both."""
+def describe_candidate(candidate: Start | Path) -> Candidate:
     if isinstance(candidate, Path):
-        return {"folder": str(candidate), "command": "",
-                "text": f"{candidate}  which RANKCHECK_WHY names here"}
+        return Candidate(str(candidate), "",
+                         f"{candidate}  which RANKCHECK_WHY names here")
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(candidate.time))
     state = "has ended"
     if candidate.runs:
@@ -62,39 +72,46 @@ def describe_candidate(candidate: Start | Path) -> dict[str, str]:
     elif candidate.may_run:
         state = "may run"
     command = shlex.join(candidate.command)
-    return {"folder": candidate.folder, "command": command, "text": (
+    return Candidate(
+        candidate.folder, command,
         f"{candidate.folder}  {command}  ({state} on {candidate.host}, "
-        f"started at {clock})")}
+        f"started at {clock})")
 
 
 def find_last(env: Mapping[str, str]) -> Path:
-    """The folder of what was started last.
+    """Return the folder of what was started last.
 
     Raises:
         Ambiguous: if each of several may be meant.
         UserError: if there is none.
     """
-    found: list[Start | Path] = [*start.find_last(env)]
+    starts = start.find_last(env)
+    found: list[Start | Path] = [*starts]
     named = Path(env.get(witness.FOLDER) or os.curdir).absolute()
     if env.get(witness.FOLDER) and [*named.glob("*-[0-9]*.json")] and not any(
-            Path(one.folder) == named for one in found):
+            Path(one.folder) == named for one in starts):
         found.append(named)  # started without `why run`, with the hook alone
     require(found, f"nothing was watched yet: {HOW}; {PY_SPY}")
     if len(found) > 1:
         raise Ambiguous(found)
-    if isinstance(found[0], Path):
-        return found[0]
-    folder = Path(found[0].folder)
+    last = found[0]
+    if isinstance(last, Path):
+        return last
+    folder = Path(last.folder)
     require(folder.is_dir(), f"the folder of what was started last is gone: "
-            f"{folder}, {shlex.join(found[0].command)}")
+            f"{folder}, {shlex.join(last.command)}")
     return folder
 
 
-def find(target, runs):
-    """The folder with the evidence.
+def find(target: str | None, runs: Path) -> Path:
+    """Return the folder with the evidence.
 
-    target: a run's folder, or a job's id; None: what was started last. runs:
-    the folder of the runs' folders.
+    Args:
+        target: a run's folder, or a job's id; None: what was started last.
+        runs: the folder of the runs' folders.
+
+    Raises:
+        UserError: if there is none.
     """
     if target is None:
         return find_last(os.environ)
@@ -107,9 +124,11 @@ def find(target, runs):
             "has this number, nor a start in the cache: name the folder that "
             "the job's output names")
     places = places or find_starts_of(number)
-    files = [file for place in places for inside in ("", "why/", "why/*/")
-             for name in ("*-[0-9]*.json", f"*{witness.BEGIN}")
-             for file in place.glob(inside + name)]
+    files: list[Path] = []
+    for place in places:
+        for inside in ("", "why/", "why/*/"):
+            files += place.glob(f"{inside}*-[0-9]*.json")
+            files += place.glob(f"{inside}*{witness.BEGIN}")
     require(files, f"{target}: no rank has left evidence there: name the "
             "folder that the job's output names, or none for what was started "
             f"last; if nothing was watched, {HOW}; {PY_SPY}")
@@ -117,8 +136,11 @@ def find(target, runs):
 
 
 def find_starts_of(number: str) -> list[Path]:
-    """The folders of `why run` of which a rank was in this job of SLURM's."""
-    place, found = witness.STARTS.index("SLURM_JOB_ID"), []
+    """Return the folders of `why run` of which a rank was in this job of
+    SLURM's.
+    """
+    place = witness.STARTS.index("SLURM_JOB_ID")
+    found = []
     for folder in sorted(start.STARTS.glob("*/")):
         for file in sorted(folder.glob("*-[0-9]*.json"))[:3]:
             told = read_json(file).get("start") or []
@@ -128,8 +150,10 @@ def find_starts_of(number: str) -> list[Path]:
     return found
 
 
-def ask_about(target):
-    """What SLURM says of a job and its steps, a line each; [] without one."""
+def ask_about(target: str) -> list[str]:
+    """Return what SLURM says of a job and its steps, a line each; [] without
+    one.
+    """
     if not JOB.fullmatch(target):
         return []
     fields = "JobID,State,ExitCode,MaxRSS,NodeList"
@@ -141,8 +165,8 @@ def ask_about(target):
     return lines.replace("|", " ").splitlines()
 
 
-def ask_slurm(*command):
-    """What a command of SLURM prints; "" where it is not installed."""
+def ask_slurm(*command: str) -> str:
+    """Return what a command of SLURM prints; "" where it is not installed."""
     try:
         return subprocess.run(command, capture_output=True, text=True,
                               timeout=20, check=False).stdout
@@ -151,8 +175,9 @@ def ask_slurm(*command):
 
 
 def read_output(begun: Start) -> bytes | None:
-    """What was written to the file of a start's standard error since then;
-    None if it is not there any more, as after another start with `> FILE`.
+    """Return what was written to the file of a start's standard error since
+    then; None if it is not there any more, as after another start with
+    `> FILE`.
 
     Another start that writes to it says so by a line of its own: what follows
     is not of this one.
@@ -172,7 +197,9 @@ def read_output(begun: Start) -> bytes | None:
 
 
 def say_output(begun: Start) -> str:
-    """How the output of a start ends, in lines; "" if it went to no file."""
+    """Return how the output of a start ends, in lines; "" if it went to no
+    file.
+    """
     if begun.output is None:
         return ""
     text = read_output(begun)
@@ -183,23 +210,28 @@ def say_output(begun: Start) -> str:
 
 
 def cut_output(output: bytes, lines: int = 6) -> str:
-    """The last lines of a launcher's output, without its own traceback."""
+    """Return the last lines of a launcher's output, without its own
+    traceback.
+    """
     text = output[-100_000:].decode(errors="replace")
     before, _, last = text.rpartition("Traceback (most recent call last)")
-    kept = [line[:200] for line in (
-        before if "torch/distributed/run.py" in last else text).splitlines()
-        if line.strip() and not OWN.search(line)]
+    if "torch/distributed/run.py" in last:
+        text = before
+    kept = [line[:200] for line in text.splitlines()
+            if line.strip() and not OWN.search(line)]
     return "\n".join(f"  {line}" for line in kept[-lines:])
 
 
 def say_begin(folder: Path) -> str:
-    """What is known of a start without a rank: what its launcher has said,
-    what it awaits, and which of its processes run without the hook.
+    """Return what is known of a start without a rank: what its launcher has
+    said, what it awaits, and which of its processes run without the hook.
     """
     starts = start.starts_of(folder)
-    texts = [f"{told['error']}: {told['message'].strip()}"
-             for file in folder.glob("*.exits")
-             for pid, told in read_json(file).items() if pid == "launcher"]
+    texts = []
+    for file in folder.glob("*.exits"):
+        told = read_json(file).get("launcher")
+        if told is not None:
+            texts.append(f"{told['error']}: {told['message'].strip()}")
     begun = starts[-1] if starts else None
     if begun is not None and begun.runs:
         children = proc.descendants(begun.pid)
@@ -209,20 +241,19 @@ def say_begin(folder: Path) -> str:
         if unmet:
             words += f", and gets no answer from {unmet[0]}"
         texts.append(words)
-        texts += [found for child in children
-                  if (found := say_unwatched(child))]
+        texts += filter(None, map(say_unwatched, children))
         texts.append("`py-spy dump --subprocesses --pid "
                      f"{begun.pid}` shows the lines of its processes")
     else:
         texts.append(UNWATCHED)
-    if begun is not None and (output := say_output(begun)):
-        texts.append(output)
+    if begun is not None:
+        texts += filter(None, [say_output(begun)])
     return "; ".join(["no rank has been seen", *texts])
 
 
 def say_unwatched(pid: int) -> str:
-    """Why a process that runs Python is not watched; "" if it is, or if it is
-    another program.
+    """Return why a process that runs Python is not watched; "" if it is, or if
+    it is another program.
     """
     command = [word for word in proc.read_command(pid) if word]
     if not command or not PYTHON.fullmatch(os.path.basename(command[0])):
@@ -255,14 +286,21 @@ class Evidence:
     jobs: list[list[Rank]]  # of each job its ranks, sorted; the last one last
     refused: str = ""  # why the ranks could not be asked
 
+    @property
+    def ranks(self) -> list[Rank]:
+        """Those of all jobs."""
+        return [rank for ranks in self.jobs for rank in ranks]
 
-def collect(folder):
-    """The `Rank`s of one job, sorted: of several, of the last that runs, and
-    of the last one if none does.
+
+def collect(folder: Path) -> list[Rank]:
+    """Return the `Rank`s of one job, sorted: of several, of the last that
+    runs, and of the last one if none does.
     """
     found = gather(folder).jobs
+    if not found:
+        return []
     running = [ranks for ranks in found if any(rank.runs for rank in ranks)]
-    return [*found, *running, []][-2 if found else -1]
+    return (running or found)[-1]
 
 
 def gather(folder: Path) -> Evidence:
@@ -282,13 +320,15 @@ def gather(folder: Path) -> Evidence:
     last = starts[-1].token if starts else None
     found = [make_ranks(folder, job, question)
              for job in jobs.choose(jobs.split(records), last)]
-    add_nested([rank for ranks in found for rank in ranks], nested, question)
-    return Evidence(found, refused)
+    gathered = Evidence(found, refused)
+    add_nested(gathered.ranks, nested, question)
+    return gathered
 
 
-def wait_for_answers(folder: Path, records: list[jobs.Record],
-                     question: str) -> list[jobs.Record]:
-    """The records, once all ranks have answered, or had their time to."""
+def wait_for_answers(folder: Path, records: list[ProcessRecord],
+                     question: str) -> list[ProcessRecord]:
+    """Return the records, once all ranks have answered, or had their time to.
+    """
     end = time.monotonic() + ANSWER
     while time.monotonic() < end and any(
             record["answers"] and not record["ended"]
@@ -300,15 +340,18 @@ def wait_for_answers(folder: Path, records: list[jobs.Record],
     return records
 
 
-def make_ranks(folder: Path, records: list[jobs.Record],
+def make_ranks(folder: Path, records: list[ProcessRecord],
                question: str) -> list[Rank]:
-    """The ranks of one job, sorted."""
+    """Return the ranks of one job, sorted."""
     # a process without a number may have started those that have one; else it
     # is no rank of several
-    records = [record for record in records if record["rank"] is not None] or [
-        {**record, "rank": 0, "world_size": 1} for record in records]
-    ranks, kills = [], proc.count_oom_kills()
-    for record in records:
+    numbered = [record for record in records if record["rank"] is not None]
+    if not numbered:
+        numbered = [{**record, "rank": 0, "world_size": 1}
+                    for record in records]
+    ranks: list[Rank] = []
+    kills = proc.count_oom_kills()
+    for record in numbered:
         alive = record.pop("alive")
         if alive is not None:  # it may be dead, or
             record["state"] = proc.read_state(record["pid"])  # stopped
@@ -321,15 +364,21 @@ def make_ranks(folder: Path, records: list[jobs.Record],
     # a monitor that a wrapper starts has a rank's number, too; and of two
     # ranks with the same one, the older one counts while it runs
     ranks.sort(key=lambda rank: rank.claim)
-    best = {rank.known_as: rank for rank in ranks}
-    return sorted((rank for rank in ranks if rank is best[rank.known_as] or (
-        rank.runs and rank.claim[:3] == best[rank.known_as].claim[:3])),
-        key=lambda rank: rank.rank)
+    best: dict[Identity, Rank] = {rank.identity: rank for rank in ranks}
+    kept = []
+    for rank in ranks:
+        other = best[rank.identity]
+        if rank is other or (rank.runs and rank.claim.is_like(other.claim)):
+            kept.append(rank)
+    return sorted(kept, key=lambda rank: rank.rank)
 
 
-def of_this_job(records):
-    """Without the ranks of jobs that a rank, which has joined, has started."""
-    def name(record: jobs.Record, pid: object) -> tuple[str, str, str]:
+def of_this_job(records: list[ProcessRecord]) -> list[ProcessRecord]:
+    """Return the records without the ranks of jobs that a rank, which has
+    joined, has started.
+    """
+    def name(record: ProcessRecord,
+             pid: int | str | None) -> tuple[str, str, str]:
         return record["host"], str(record.get("space")), str(pid)
 
     joined = {name(record, record["pid"]) for record in records
@@ -338,25 +387,26 @@ def of_this_job(records):
             not in joined - {name(one, one["pid"])}]
 
 
-def find_nested(records: list[jobs.Record]) -> list[jobs.Record]:
-    """Those that `of_this_job` leaves out and that live, by their rank."""
+def find_nested(records: list[ProcessRecord]) -> list[ProcessRecord]:
+    """Return those that `of_this_job` leaves out and that live, by their rank.
+    """
     kept = of_this_job(records)
     return sorted((one for one in records if one not in kept and lives(one)
                    and not one["ended"]), key=lambda one: one["rank"] or 0)
 
 
-def add_nested(ranks: list[Rank], nested: list[jobs.Record],
+def add_nested(ranks: list[Rank], nested: list[ProcessRecord],
                question: str) -> None:
     """Let each rank know those of a job that it has started itself."""
     for rank in ranks:
         started = [one for one in nested if one["starter"] == str(rank.pid)
                    and one["host"] == rank.host]
-        rank.nested = [Rank(one, True, question in one["asked"])
-                       for one in started]
+        rank.started_ranks = [
+            Rank(one, True, question in one["asked"]) for one in started]
 
 
-def read(folder: Path) -> list[jobs.Record]:
-    """The records of all processes, with how they ended."""
+def read(folder: Path) -> list[ProcessRecord]:
+    """Return the records of all processes, with how they ended."""
     found = []
     for file in folder.glob("*-*.json"):
         record = read_json(file)
@@ -364,12 +414,13 @@ def read(folder: Path) -> list[jobs.Record]:
             continue
         ended = record["ended"] or read_json(file.with_suffix(".end")) or None
         calls.unpack_groups(record)
-        found.append({**record, "ended": ended, "process": file.stem})
+        record.update(ended=ended, process=file.stem)
+        found.append(cast(ProcessRecord, record))
     return found
 
 
-def read_json(file):
-    """The dictionary in a file, {} if it holds something else."""
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the dictionary in a file, {} if it holds something else."""
     try:
         value = json.loads(read_regular(file))
     except (OSError, ValueError, RecursionError):
@@ -377,45 +428,77 @@ def read_json(file):
     return value if isinstance(value, dict) else {}
 
 
-def add_exits(folder, records):
-    """With how their launchers say that they have ended, if they do not; and
-    with those of which only a launcher says something.
+@dataclass(frozen=True)
+class Launcher:
+    """The process that has written a file PROCESS.exits."""
+
+    host: str
+    pid: str
+    space: str
+
+
+def add_exits(folder: Path,
+              records: list[ProcessRecord]) -> list[ProcessRecord]:
+    """Return the records, with how their launchers say that they have ended,
+    if they do not; and with those of which only a launcher says something.
     """
-    known, size = [*records], records[0]["world_size"] if records else None
+    known = [*records]
     began = min((record["began"] for record in known), default=0)
     for file in folder.glob("*.exits"):
         name, _, space = file.stem.partition("@")
-        host, _, launcher = name.rpartition("-")
+        host, _, number = name.rpartition("-")
+        launcher = Launcher(host, number, space)
         for pid, told in read_json(file).items():
             if not isinstance(told, dict) or told.get("time", 0) + 1 < began:
                 continue  # somebody's own file, or of an earlier start
-            if pid == "launcher" and told["signal"]:  # it passes that on
-                for record in known:
-                    if record["host"] == host and lives(record) is False and (
-                            str(record.get("parent", launcher)) == launcher):
-                        record["ended"] = record["ended"] or {
-                            "status": -told["signal"], "told": True,
-                            "time": told["time"]}
-            if not pid.isdigit():
-                continue
-            blank = {"rank": told["rank"], "world_size": size, "host": host,
-                     "pid": int(pid), "began": told["time"], "ended": None,
-                     "written": told["time"], "answers": False,
-                     "joined": False, "process": f"{host}-{pid}@{space}",
-                     "space": space, "parent": int(launcher)}
-            record = next((
-                record for record in known if record["pid"] == int(pid)
-                and (record["host"] == host or record["rank"] == told["rank"])
-                and record.get("space", space) in (space, "", proc.SPACE)
-                ), blank)
-            if record is blank:
-                records.append(blank)
-            if not (record["ended"] or {}).get("status"):
-                record["ended"] = {**told, "told": True}
+            if pid == "launcher" and told["signal"]:
+                pass_on_signal(known, launcher, told)
+            if pid.isdigit():
+                record = find_record(known, launcher, int(pid), told["rank"])
+                if record is None:
+                    record = make_blank(known, launcher, int(pid), told)
+                    records.append(record)
+                if not (record["ended"] or {}).get("status"):
+                    record["ended"] = cast(Ended, {**told, "told": True})
     return records
 
 
-def lives(record):
+def pass_on_signal(records: list[ProcessRecord], launcher: Launcher,
+                   told: dict[str, Any]) -> None:
+    """Let those that a launcher has started end by the signal that it got."""
+    for record in records:
+        parent = str(record.get("parent", launcher.pid))
+        if record["host"] == launcher.host and parent == launcher.pid and (
+                lives(record) is False and not record["ended"]):
+            record["ended"] = {"status": -told["signal"], "told": True,
+                               "time": told["time"]}
+
+
+def find_record(records: list[ProcessRecord], launcher: Launcher, pid: int,
+                rank: int) -> ProcessRecord | None:
+    """Return what a process has written that a launcher speaks of."""
+    for record in records:
+        if record["pid"] != pid or record.get("space", launcher.space) not in (
+                launcher.space, "", proc.SPACE):
+            continue
+        if record["host"] == launcher.host or record["rank"] == rank:
+            return record
+    return None
+
+
+def make_blank(records: list[ProcessRecord], launcher: Launcher, pid: int,
+               told: dict[str, Any]) -> ProcessRecord:
+    """Return a record for a process of which only its launcher speaks."""
+    return {
+        "rank": told["rank"],
+        "world_size": records[0]["world_size"] if records else None,
+        "host": launcher.host, "pid": pid, "began": told["time"],
+        "ended": None, "written": told["time"], "answers": False,
+        "joined": False, "process": f"{launcher.host}-{pid}@{launcher.space}",
+        "space": launcher.space, "parent": int(launcher.pid)}
+
+
+def lives(record: ProcessRecord) -> bool | None:
     """Whether the process lives; None where that cannot be seen."""
     if record["host"] != proc.name_host(os.environ) or record.get(
             "space") not in (proc.name_space(), proc.SPACE) or (

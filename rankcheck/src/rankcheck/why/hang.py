@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,6 +29,17 @@ from rankcheck.why.ranks import Rank
 PATIENCE = 600.0  # seconds without progress, after which a job hangs
 POLL = 5  # seconds between two looks at what the ranks have written
 LOG = "on-hang-{}.log"  # what the command prints; it is there once it began
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a watcher has to do."""
+
+    folder: Path  # where the ranks write
+    command: str  # for a shell; {} is the folder
+    seconds: float  # for which no rank has made progress then
+    env: dict[str, str]  # of the command
+    cwd: str  # of the command
 
 
 def start_watcher(folder: Path, env: Mapping[str, str], command: str,
@@ -58,8 +70,8 @@ def start_watcher(folder: Path, env: Mapping[str, str], command: str,
     if child == 0:
         middle = os.getpid()
         if os.fork() == 0:
-            become_watcher(job, owner, middle, writer, (
-                folder, command, seconds, dict(env), os.getcwd()))
+            task = Task(folder, command, seconds, dict(env), os.getcwd())
+            become_watcher(job, owner, middle, writer, task)
         os._exit(0)
     os.waitpid(child, 0)
     os.close(writer)
@@ -72,9 +84,15 @@ def start_watcher(folder: Path, env: Mapping[str, str], command: str,
 
 
 def become_watcher(job: int, owner: int, middle: int, writer: int,
-                   task: tuple[Path, str, float, dict[str, str], str]
-                   ) -> NoReturn:
-    """Be the watcher, until the job ends."""
+                   task: Task) -> NoReturn:
+    """Be the watcher, until the job ends.
+
+    Args:
+        job: a file by which the system tells that the job has ended.
+        owner: the PID of the job.
+        middle: the PID of our parent, which ends now.
+        writer: a pipe; who waits for us is told there that we are ready.
+    """
     with contextlib.suppress(BaseException):
         os.setsid()
         while os.getppid() == middle:
@@ -90,37 +108,35 @@ def become_watcher(job: int, owner: int, middle: int, writer: int,
         os.closerange(job + 1, 1 << 16)
         for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
             signal.signal(number, signal.SIG_DFL)
-        watch(job, *task)
+        watch(job, task)
     os._exit(0)
 
 
-def watch(job: int, folder: Path, command: str, seconds: float,
-          env: dict[str, str], cwd: str) -> None:
+def watch(job: int, task: Task) -> None:
     """Run the command when the job hangs; return then, or when it ends."""
     ended = select.poll()
     ended.register(job, select.POLLIN)
     asked = ""
     quiet_since: float | None = None
     while not ended.poll(1000 * POLL):
-        before, asked = asked, proc.read_text(folder / "ask")
+        before, asked = asked, proc.read_text(task.folder / "ask")
         if asked != before:  # then a rank has stood still, or somebody asks
-            quiet_since = find_quiet(folder)
-        if quiet_since is None or time.time() < quiet_since + seconds:
+            quiet_since = find_quiet(task.folder)
+        if quiet_since is None or time.time() < quiet_since + task.seconds:
             continue
-        ranks = [rank for some in evidence.gather(folder).jobs
-                 for rank in some]
+        ranks = evidence.gather(task.folder).ranks
         if ended.poll(0):
             return
-        asked = proc.read_text(folder / "ask")
-        if is_hanging(ranks, asked, seconds):
-            run_command(folder, ranks, command, env, cwd)
+        asked = proc.read_text(task.folder / "ask")
+        if is_hanging(ranks, asked, task.seconds):
+            run_command(task, ranks)
             return
-        quiet_since = find_quiet(folder)
+        quiet_since = find_quiet(task.folder)
 
 
 def find_quiet(folder: Path) -> float | None:
-    """Since when no rank may have made progress, as far as they have written;
-    None if none is there that runs.
+    """Return since when no rank may have made progress, as far as they have
+    written, in seconds since 1970; None if none is there that runs.
     """
     since = [record["written"] - record["still"]
              for record in evidence.read(folder)
@@ -139,28 +155,29 @@ def is_idle(rank: Rank, asked: str, seconds: float) -> bool:
     """Whether it waits, or nothing of it works, for so long; of one that does
     not answer, whether it has not done so for this time.
     """
-    if rank.mute and rank.answers:
+    if rank.is_unresponsive and rank.answers:
         unanswered = asked.rpartition(rank.asked)[2] if rank.asked else asked
         first = unanswered.strip().partition("\n")[0]
         return first.isdigit() and time.time() - int(first) / 1e9 >= seconds
-    works = rank.computes or any(work[4] for work in rank.work
-                                 if work[1] != rank.pid)
+    works = rank.computes or any(work.has_worked for work in rank.work
+                                 if work.number != rank.pid)
     # a loop of messages waits now and then: it works, and leaves its line
-    waits = rank.waits and rank.in_line >= seconds
-    return rank.still >= seconds and (waits or not works)
+    waits = rank.waits and rank.seconds_in_line >= seconds
+    return rank.idle_seconds >= seconds and (waits or not works)
 
 
-def run_command(folder: Path, ranks: list[Rank], command: str,
-                env: dict[str, str], cwd: str) -> None:
+def run_command(task: Task, ranks: list[Rank]) -> None:
     """Run it, unless the watcher of another node has done so."""
     began = min(rank.began for rank in ranks)  # for all watchers the same
-    log = folder / LOG.format(f"{began:.3f}")
+    log = task.folder / LOG.format(f"{began:.3f}")
     try:
         output = open(log, "xb")
     except OSError:  # it is there, or nobody can write there
         return
-    words = command.replace("{}", shlex.quote(str(folder)))
+    folder = str(task.folder)
+    words = task.command.replace("{}", shlex.quote(folder))
     with output:
         subprocess.run(["sh", "-c", words], stdin=subprocess.DEVNULL,
-                       stdout=output, stderr=output, cwd=cwd, check=False,
-                       env={**env, "RANKCHECK_FOLDER": str(folder)})
+                       stdout=output, stderr=output, cwd=task.cwd,
+                       check=False,
+                       env={**task.env, "RANKCHECK_FOLDER": folder})

@@ -13,47 +13,58 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from typing import Any
+from dataclasses import dataclass
 
-Record = dict[str, Any]  # as witness.py writes it, with "alive"
+from rankcheck.why.process_record import Identity, ProcessRecord
+
 NAMES = ("run", "restart", "slurm_job", "slurm_step", "pmix", "address",
          "port", "world_size")  # of what is in a record's "start"
 
 
-def read_start(record: Record) -> dict[str, str | None]:
-    """What the launcher has told the process, by `NAMES`."""
-    given = record.get("start") or []
-    return dict.fromkeys(NAMES) | dict(zip(NAMES, given))
+@dataclass(frozen=True)
+class Parent:
+    """What has started a process, a launcher as a rule."""
+
+    host: str
+    space: str | None  # as proc.name_space() names it
+    pid: int
 
 
-def known_as(record: Record) -> tuple[int | None, str]:
-    """What no other rank of a job is called: mp.spawn counts on each node."""
-    return record["rank"], "" if record["world_size"] else record["host"]
+def read_start(record: ProcessRecord) -> dict[str, str | None]:
+    """Return what the launcher has told the process, by `NAMES`."""
+    told: dict[str, str | None] = dict.fromkeys(NAMES)
+    told.update(zip(NAMES, record.get("start") or []))
+    return told
 
 
-def read_parent(record: Record) -> tuple[str, str | None, int] | None:
-    """What has started it, a launcher as a rule."""
-    if record.get("parent") is None:
+def identify(record: ProcessRecord) -> Identity:
+    return Identity(record["rank"],
+                    "" if record["world_size"] else record["host"])
+
+
+def read_parent(record: ProcessRecord) -> Parent | None:
+    pid = record.get("parent")
+    if pid is None:
         return None
-    return record["host"], record.get("space"), record["parent"]
+    return Parent(record["host"], record.get("space"), pid)
 
 
-def read_end(record: Record) -> float:
-    """When it was over: if nobody knows, when it last wrote."""
+def read_end(record: ProcessRecord) -> float:
+    """Return when it was over: if nobody knows, when it last wrote."""
     if record["ended"]:
         return record["ended"].get("time") or record["written"]
     return math.inf if record.get("alive") else record["written"]
 
 
-def is_before(some: list[Record], others: list[Record]) -> bool:
+def is_before(some: list[ProcessRecord], others: list[ProcessRecord]) -> bool:
     """Whether all of these were over before the others began."""
     last = max(read_end(record) for record in some)
     return last < min(record["began"] for record in others)
 
 
-def identify_start(record: Record) -> tuple[Any, ...]:
-    """What is the same for all ranks of a job that is set up well, and for
-    ranks of another job as a rule not.
+def identify_start(record: ProcessRecord) -> tuple[str | None, ...]:
+    """Return what all ranks of a job have in common that is set up well, and
+    as a rule no rank of another job.
     """
     start = read_start(record)
     address = start["address"]
@@ -73,42 +84,49 @@ def is_loopback(address: str | None) -> bool:
         return False
 
 
-def excludes(earlier: Record, later: Record) -> bool:
+def excludes(earlier: ProcessRecord, later: ProcessRecord) -> bool:
     """Whether two processes with one number, and told the same, are of two
     jobs: of one, they would be a rank that is there twice, or a program that
     a rank's own script runs before.
     """
-    if known_as(earlier) != known_as(later):
+    if identify(earlier) != identify(later):
         return False
-    other_launcher = read_parent(earlier) != read_parent(later) and (
-        None not in (read_parent(earlier), read_parent(later)))
+    parents = {read_parent(earlier), read_parent(later)}
+    other_launcher = len(parents) == 2 and None not in parents
     if is_before([earlier], [later]):
         return other_launcher or earlier["joined"]
     # who has been told no port may meet anywhere
     return other_launcher and read_start(later)["port"] is None
 
 
-def split_alike(records: list[Record]) -> list[list[Record]]:
-    """The jobs of records that were all told the same."""
-    jobs: list[list[Record]] = []
+def split_alike(records: list[ProcessRecord]) -> list[list[ProcessRecord]]:
+    """Return the jobs of records that were all told the same."""
+    jobs: list[list[ProcessRecord]] = []
     for record in sorted(records, key=lambda one: one["began"]):
         fitting = [job for job in jobs if not any(
             excludes(other, record) for other in job)]
-        siblings = [job for job in fitting if read_parent(record) in map(
-            read_parent, job)]
-        # one before the newest has been followed by another job
-        found = siblings[-1:] or [job for job in fitting if job is jobs[-1]
-                                  or not is_before(job, [record])][-1:]
+        found = find_siblings(fitting, record)
+        if not found:
+            # one before the newest has been followed by another job
+            found = [job for job in fitting
+                     if job is jobs[-1] or not is_before(job, [record])]
         if found:
-            found[0].append(record)
+            found[-1].append(record)
         else:
             jobs.append([record])
     return jobs
 
 
-def may_be_one(job: list[Record], others: list[Record]) -> bool:
+def find_siblings(jobs: list[list[ProcessRecord]],
+                  record: ProcessRecord) -> list[list[ProcessRecord]]:
+    """Return those with a rank that the same launcher has started."""
+    parent = read_parent(record)
+    return [job for job in jobs if parent in map(read_parent, job)]
+
+
+def may_be_one(job: list[ProcessRecord], others: list[ProcessRecord]) -> bool:
     """Whether ranks that were told different things may be of one job."""
-    if {*map(known_as, job)} & {*map(known_as, others)}:
+    if {*map(identify, job)} & {*map(identify, others)}:
         return False
     if is_before(job, others) or is_before(others, job):
         return False
@@ -120,10 +138,11 @@ def may_be_one(job: list[Record], others: list[Record]) -> bool:
     return True
 
 
-def split(records: list[Record]) -> list[list[Record]]:
-    """The records of each job, those first that began first."""
-    told: dict[tuple[Any, ...], list[Record]] = {}
-    unknown = []  # of which only a launcher says something
+def split(records: list[ProcessRecord]) -> list[list[ProcessRecord]]:
+    """Return the records of each job, those first that began first."""
+    told: dict[tuple[str | None, ...], list[ProcessRecord]] = {}
+    # those of which only a launcher says something
+    unknown: list[ProcessRecord] = []
     for record in records:
         if record.get("start") is None:
             unknown.append(record)
@@ -131,7 +150,7 @@ def split(records: list[Record]) -> list[list[Record]]:
             told.setdefault(identify_start(record), []).append(record)
     alike = [job for some in told.values() for job in split_alike(some)]
     alike.sort(key=find_begin)
-    jobs: list[list[Record]] = []
+    jobs: list[list[ProcessRecord]] = []
     for group in alike:
         fitting = [job for job in jobs if may_be_one(job, group)]
         if fitting:
@@ -139,32 +158,35 @@ def split(records: list[Record]) -> list[list[Record]]:
         else:
             jobs.append(group)
     for record in unknown:
-        siblings = [job for job in jobs if read_parent(record) in map(
-            read_parent, job)]
-        if siblings or len(jobs) == 1:
-            (siblings or jobs)[-1].append(record)
+        siblings = find_siblings(jobs, record)
+        if siblings:
+            siblings[-1].append(record)
+        elif len(jobs) == 1:
+            jobs[0].append(record)
         else:
             jobs.append([record])
     jobs.sort(key=find_begin)
     return jobs
 
 
-def find_begin(job: list[Record]) -> float:
-    """When the first of its ranks began."""
+def find_begin(job: list[ProcessRecord]) -> float:
+    """Return when the first of its ranks began."""
     return min(record["began"] for record in job)
 
 
-def is_followed(job: list[Record], later: list[Record]) -> bool:
+def is_followed(job: list[ProcessRecord], later: list[ProcessRecord]) -> bool:
     """Whether the same launcher has started its ranks anew."""
-    same = {*map(read_parent, job)} & {*map(read_parent, later)} - {None}
+    same = {*map(read_parent, job)} & {*map(read_parent, later)}
     attempts = [read_start(some[0])["restart"] for some in (job, later)]
-    return bool(same) and attempts[0] != attempts[1] and is_before(job, later)
+    if not same - {None} or attempts[0] == attempts[1]:
+        return False
+    return is_before(job, later)
 
 
-def choose(jobs: list[list[Record]],
-           last_start: str | None = None) -> list[list[Record]]:
-    """Those of the last start, and those that were not over when its last job
-    began: a folder may be used again.
+def choose(jobs: list[list[ProcessRecord]],
+           last_start: str | None = None) -> list[list[ProcessRecord]]:
+    """Return those of the last start, and those that were not over when its
+    last job began: a folder may be used again.
 
     Args:
         jobs: those that began first are first.
@@ -172,8 +194,11 @@ def choose(jobs: list[list[Record]],
     """
     if not jobs:
         return []
-    newest = [jobs[-1], *(job for job in jobs if last_start is not None
-                          and has_token(job, last_start))][-1]
+    newest = jobs[-1]
+    if last_start is not None:
+        for job in jobs:
+            if has_token(job, last_start):
+                newest = job
     tokens = {record.get("token") for record in newest} - {None}
     found = []
     for job in jobs:
@@ -185,5 +210,5 @@ def choose(jobs: list[list[Record]],
     return found
 
 
-def has_token(job: list[Record], token: str) -> bool:
+def has_token(job: list[ProcessRecord], token: str) -> bool:
     return any(record.get("token") == token for record in job)

@@ -12,13 +12,28 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import mode
+from typing import TYPE_CHECKING, NamedTuple
 
 from rankcheck.engine.findings import Finding
 from rankcheck.system.sources import is_mpi_call
 from rankcheck.why import seen
-from rankcheck.why.ranks import PATIENCE, SOON, Job, Rank, Who
+from rankcheck.why.ranks import (
+    PATIENCE,
+    SOON,
+    Job,
+    Place,
+    Rank,
+    RankCall,
+    RankList,
+    RankNumbers,
+)
+
+if TYPE_CHECKING:
+    from rankcheck.system.sources import Stack
+    from rankcheck.why.process_record import Ended
 
 SHARE = 0.3  # of the time that the others wait for a straggler
 APART = 5  # seconds between clocks of different nodes, at most
@@ -27,24 +42,48 @@ LOG = "the end of the log; sacct -j JOBID -o JobID,State,ExitCode,MaxRSS"
 SAME_SIZES = re.compile(
     "all_?reduce|broadcast|bcast|all_?gather(?!v)|reduce_scatter", re.I)
 TRUNCATED = re.compile("message truncated|MPI_ERR_TRUNCATE", re.I)
-RULES = []
 
 
-def rule(sign, fault, advice):
-    """sign: what people see; advice: what to try first.
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a rule has proven of a job."""
 
-    The function says of a `Job` who is to blame and the sentence; something
-    false if it is not so, or not proven.
+    blamed: RankList
+    sentence: str
+
+
+Find = Callable[[Job], "Diagnosis | None"]
+
+
+class Rule(NamedTuple):
+    """A fault, and how it is proven.
+
+    Attributes:
+        sign: what people see.
+        advice: what to try first.
+        find: proves it of a job; None if it is not so, or not proven.
     """
-    def keep(find):
-        RULES.append((sign, fault, advice, find))
+
+    sign: str
+    fault: str
+    advice: str
+    find: Find
+
+
+RULES: list[Rule] = []
+
+
+def rule(sign: str, fault: str, advice: str) -> Callable[[Find], Find]:
+    """Make a function a `Rule`, the last of `RULES`."""
+    def add(find: Find) -> Find:
+        RULES.append(Rule(sign, fault, advice, find))
         return find
-    return keep
+    return add
 
 
-def judge(ranks: list[Rank],
-          look_again: Callable[[], list[Rank]] | None = None) -> Finding:
-    """The `Finding` of the first rule that has one, or what is seen.
+def judge(ranks: Sequence[Rank],
+          look_again: Callable[[], Sequence[Rank]] | None = None) -> Finding:
+    """Return the `Finding` of the first rule that has one, or what is seen.
 
     Args:
         ranks: as evidence.collect returns them.
@@ -53,25 +92,28 @@ def judge(ranks: list[Rank],
     """
     job = Job(ranks)
     for _, fault, advice, find in RULES:
-        answer = find(job)
-        if answer and find in TWO_LOOKS:
+        diagnosis = find(job)
+        if diagnosis is None:
+            continue
+        if find in TWO_LOOKS:
             if look_again is None:
                 continue
             later = look_again()
             if not later:
                 continue  # there is nothing to see any more
-            if not is_same(answer, find(Job(later))):
+            if not is_same(diagnosis, find(Job(later))):
                 return judge(later)
-        if answer:
-            return Finding("FAIL", [answer[1]], [advice], kind=fault,
-                           ranks=[*answer[0]])
+        return Finding("FAIL", [diagnosis.sentence], [advice], kind=fault,
+                       ranks=[*diagnosis.blamed])
     return seen.report(job)
 
 
-def is_same(answer: tuple, later: tuple | None) -> bool:
+def is_same(diagnosis: Diagnosis, later: Diagnosis | None) -> bool:
     """Whether a rule has said the same of the same ranks twice."""
-    return bool(later) and answer[1] == later[1] and (
-        [rank.rank for rank in answer[0]] == [rank.rank for rank in later[0]])
+    if later is None or diagnosis.sentence != later.sentence:
+        return False
+    return [rank.rank for rank in diagnosis.blamed] == [
+        rank.rank for rank in later.blamed]
 
 
 BEGINS, STOPS, ENDS, SLOW = ("it never begins", "it stops in mid-training",
@@ -79,13 +121,16 @@ BEGINS, STOPS, ENDS, SLOW = ("it never begins", "it stops in mid-training",
 
 
 @rule(STOPS, "a stopped process", "kill -CONT PID lets it go on")
-def stopped(job):
+def stopped(job: Job) -> Diagnosis | None:
     """a signal has stopped it, as Ctrl-Z and `scontrol suspend` do"""
-    who = job.those(lambda rank: rank.runs and rank.state == "T"
-                    and not (rank.answers and rank.fresh))
-    return who and (who, f"{who:is} stopped: " + ", ".join(
-        f"process {rank.pid} on {rank.host}, last wrote at {rank.heard}"
-        for rank in who))
+    ranks = job.select(lambda rank: rank.runs and rank.state == "T"
+                       and not (rank.answers and rank.fresh))
+    if not ranks:
+        return None
+    words = ", ".join(
+        f"process {rank.pid} on {rank.host}, last wrote at {rank.last_report}"
+        for rank in ranks)
+    return Diagnosis(ranks, f"{ranks:is} stopped: {words}")
 
 
 # --------------------------------------------------------- they do not meet
@@ -93,117 +138,171 @@ def stopped(job):
 
 @rule(BEGINS, "a rank is there twice", "give each node another --node-rank, "
       "and each process another RANK")
-def same_number(job):
+def same_number(job: Job) -> Diagnosis | None:
     """several processes that join have the same RANK"""
-    numbers = Counter(rank.known_as for rank in job.by["runs"])
-    twice = [rank for rank in job.by["runs"] if numbers[rank.known_as] > 1
-             and (rank.joined or rank in job.meeting)]
-    return job.meeting and len(twice) > 1 and (twice, (
-        "several processes say that they are the same rank: " + ", ".join(
-            f"{rank.rank} (process {rank.pid} on {rank.host})"
-            for rank in twice)))
+    running = job.by_ending["runs"]
+    numbers = Counter(rank.identity for rank in running)
+    ranks = RankList(rank for rank in running if numbers[rank.identity] > 1
+                     and (rank.joined or rank in job.joining))
+    if not job.joining or len(ranks) < 2:
+        return None
+    words = ", ".join(f"{rank.rank} (process {rank.pid} on {rank.host})"
+                      for rank in ranks)
+    return Diagnosis(
+        ranks, f"several processes say that they are the same rank: {words}")
 
 
 @rule(BEGINS, "different addresses", "export the same values on all nodes")
-def other_address(job):
+def other_address(job: Job) -> Diagnosis | None:
     """the port, the world size or the address differ between ranks"""
-    joined = job.those(lambda rank: rank.runs and rank.joined)
-    unmet = Who() if joined else job.unmet
-    for name, value, ranks, patience in (
-            ("the world size", lambda rank: rank.world_size,
-             Who([*joined, *job.unmet]), 0),
-            ("MASTER_PORT", lambda rank: rank.master[1], unmet, 0),
-            # two names may be of the same machine: then they meet
-            ("MASTER_ADDR", lambda rank: rank.master[0], unmet, PATIENCE)):
-        odd = Who(rank for rank in ranks if value(rank) and rank.still
-                  >= patience and value(rank) != value(ranks[0]))
-        if job.unmet and odd:
-            return odd, (f"{name} is {value(odd[0])} on {odd}, and "
-                         f"{value(ranks[0])} on {Who(ranks[:1])}")
+    if not job.not_joined:
+        return None
+    joined = job.select(lambda rank: rank.runs and rank.joined)
+    not_joined = RankList() if joined else job.not_joined
+    diagnosis = find_odd_value("the world size", lambda rank: rank.world_size,
+                               RankList([*joined, *job.not_joined]))
+    if diagnosis is None:
+        diagnosis = find_odd_value("MASTER_PORT", lambda rank: rank.master[1],
+                                   not_joined)
+    if diagnosis is None:  # two names may be of one machine: then they meet
+        diagnosis = find_odd_value("MASTER_ADDR", lambda rank: rank.master[0],
+                                   not_joined, PATIENCE)
+    return diagnosis
+
+
+def find_odd_value(name: str, read: Callable[[Rank], int | str | None],
+                   ranks: RankList, patience: float = 0) -> Diagnosis | None:
+    """Return those ranks that were told another value than the first one.
+
+    Args:
+        name: the value's.
+        read: returns the value of a rank; false if it does not know any.
+        ranks: in order.
+        patience: seconds for which they have not moved.
+    """
+    odd = RankList(rank for rank in ranks if read(rank)
+                   and rank.idle_seconds >= patience
+                   and read(rank) != read(ranks[0]))
+    if not odd:
+        return None
+    return Diagnosis(odd, f"{name} is {read(odd[0])} on {odd}, and "
+                     f"{read(ranks[0])} on {RankList(ranks[:1])}")
 
 
 @rule(BEGINS, "wrong MASTER_ADDR", "export MASTER_ADDR=HOST, a name or "
       "address of the node of rank 0")
-def wrong_address(job):
+def wrong_address(job: Job) -> Diagnosis | None:
     """rank 0 does not reach its own address"""
     # where nobody listens at all, it may have no need to: torchrun does
-    who = Who(rank for rank in job.deaf if rank.rank == 0
-              and rank.answer != "nobody listens there")
-    return who and (who, f"rank 0, on {who.hosts}, is to be found at "
-                    f"{who[0].address}, but does not reach that itself: "
-                    f"{who[0].answer}")
+    ranks = RankList(rank for rank in job.unconnected if rank.rank == 0
+                     and rank.master_problem != "nobody listens there")
+    if not ranks:
+        return None
+    return Diagnosis(ranks, f"rank 0, on {ranks.hosts}, is to be found at "
+                     f"{ranks[0].address}, but does not reach that itself: "
+                     f"{ranks[0].master_problem}")
 
 
 @rule(BEGINS, "blocked port", "another MASTER_PORT; a firewall between the "
       "nodes, or an address of another network: `ip address` lists the "
       "interfaces")
-def blocked_port(job):
+def blocked_port(job: Job) -> Diagnosis | None:
     """a rank does not reach rank 0, which reaches itself"""
-    who = job.deaf
-    return job.first in job.meeting and job.first.answer == "" and who and (
-        who, f"rank 0 at {job.first.address} cannot be reached from {who} "
-        f"on {who.hosts}: {who[0].answer}")
+    ranks, first = job.unconnected, job.first_rank
+    if first not in job.joining or first.master_problem != "" or not ranks:
+        return None
+    return Diagnosis(ranks, f"rank 0 at {first.address} cannot be reached "
+                     f"from {ranks} on {ranks.hosts}: "
+                     f"{ranks[0].master_problem}")
 
 
 # -------------------------------------------- they do not call the same thing
 
+Calls = Mapping[int, RankCall]  # of one collective, by rank
 
-def size_of(call, calls):
-    """What has to be equal where the same line calls it on all ranks."""
-    same = len({str(call["line"]) for call in calls.values()}) == 1
-    return (sum(map(math.prod, call["sizes"])), str(call["types"])) if (
-        same and call["sizes"] and SAME_SIZES.search(call["call"])) else None
+
+def name_of(call: RankCall, calls: Calls) -> Hashable:
+    return call["call"]
+
+
+def size_of(call: RankCall, calls: Calls) -> Hashable:
+    """Return what has to be equal where the same line calls it on all ranks;
+    None if it has not.
+    """
+    lines = {str(call["line"]) for call in calls.values()}
+    if len(lines) != 1 or not call["sizes"] or (
+            not SAME_SIZES.search(call["call"])):
+        return None
+    return sum(map(math.prod, call["sizes"])), str(call["types"])
+
+
+def root_of(call: RankCall, calls: Calls) -> Hashable:
+    return call.get("root")
 
 
 @rule(STOPS, "different collectives", "all ranks have to call the same "
       "collectives in the same order, with the same shape, type and root: "
       "look for a branch that not all ranks take; print shape and dtype "
       "before it")
-def other_calls(job):
+def other_calls(job: Job) -> Diagnosis | None:
     """the first that is another one, or has another size, type or root"""
-    for calls in job.calls:
-        calls = {number: call for number, call in calls.items()
+    for every_call in job.calls:
+        calls = {number: call for number, call in every_call.items()
                  if call not in job.later_calls}
-        for property_of in (lambda call, _: call["call"], size_of,
-                            lambda call, _: call.get("root")):
-            values = {rank: value for rank, call in sorted(calls.items())
-                      if (value := property_of(call, calls)) is not None}
+        for property_of in name_of, size_of, root_of:
+            values = {}
+            for number, call in sorted(calls.items()):
+                value = property_of(call, calls)
+                if value is not None:
+                    values[number] = value
             if len({*values.values()}) > 1:
-                # of two halves, the one with the lowest rank is named last
-                usual = mode(values.values())
-                odd, even = (Who(rank for rank in values if (
-                    values[rank] == usual) == same) for same in (False, True))
-                who = job.those(lambda rank, odd=odd: rank.rank in odd)
-                handled = [
-                    f"; rank {rank.rank} {seen.describe_handled(rank)}"
-                    for rank in job.ranks if rank.handles]
-                return who, (
-                    f"collective {calls[odd[0]]['number']} is "
-                    f"{seen.describe_call(calls[odd[0]])} on {odd}, and "
-                    f"{seen.describe_call(calls[even[0]])} on {even}"
-                    + "".join(handled))
+                return compare_calls(job, calls, values)
+    return None
+
+
+def compare_calls(job: Job, calls: Calls,
+                  values: Mapping[int, Hashable]) -> Diagnosis:
+    """Return which ranks have not the usual value.
+
+    Args:
+        calls: a collective.
+        values: what differs between them, by rank, in order.
+    """
+    # of two halves, the one with the lowest rank is named last
+    usual = mode(values.values())
+    odd = RankNumbers(number for number, value in values.items()
+                      if value != usual)
+    even = RankNumbers(number for number, value in values.items()
+                       if value == usual)
+    first, other = calls[odd[0]], calls[even[0]]
+    sentence = (f"collective {first['number']} is {seen.describe_call(first)} "
+                f"on {odd}, and {seen.describe_call(other)} on {even}")
+    for rank in job.ranks:
+        if rank.handles:
+            sentence += f"; rank {rank.rank} {seen.describe_handled(rank)}"
+    return Diagnosis(job.select(lambda rank: rank.rank in odd), sentence)
 
 
 @rule(STOPS, "each waits for the other", "all ranks have to use their groups "
       "in the same order, and each recv needs a send")
-def deadlock(job):
+def deadlock(job: Job) -> Diagnosis | None:
     """in a collective, or a message, to which no thread of the other comes"""
-    blocked = job.those(lambda rank: rank.is_blocked)
-    waits = {rank: Who(other for other in job.waits_for(rank)
-                       if other in blocked) for rank in blocked}
+    blocked = job.select(lambda rank: rank.is_blocked)
+    waits = {rank: RankList(other for other in job.waits_for(rank)
+                            if other in blocked) for rank in blocked}
     cycle = find_cycle(waits)
     if not cycle:
         return None
     # the one in whose collective the most others wait is right
-    who = sorted(sorted(cycle, key=lambda rank: rank.rank),
-                 key=lambda rank: len(job.keeps_waiting(rank)))[-1]
-    return [who], ", and ".join(
-        f"rank {rank.rank} {seen.describe_wait(rank)}" for rank in cycle)
+    in_order = sorted(cycle, key=lambda rank: rank.rank)
+    blamed = sorted(in_order, key=lambda rank: len(job.waiters_of(rank)))[-1]
+    return Diagnosis(RankList([blamed]), ", and ".join(
+        f"rank {rank.rank} {seen.describe_wait(rank)}" for rank in cycle))
 
 
-def find_cycle(waits: dict[Rank, list[Rank]]) -> list[Rank]:
-    """The shortest circle of ranks each of which waits for the next; [] if
-    there is none.
+def find_cycle(waits: Mapping[Rank, Sequence[Rank]]) -> list[Rank]:
+    """Return the shortest circle of ranks each of which waits for the next;
+    [] if there is none.
 
     Args:
         waits: {rank: those for whom it waits}.
@@ -218,8 +317,11 @@ def find_cycle(waits: dict[Rank, list[Rank]]) -> list[Rank]:
     return shortest
 
 
-def find_way_back(first: Rank, waits: dict[Rank, list[Rank]]) -> list[Rank]:
-    """The shortest way from a rank to itself, itself first; [] without one."""
+def find_way_back(first: Rank,
+                  waits: Mapping[Rank, Sequence[Rank]]) -> list[Rank]:
+    """Return the shortest way from a rank to itself, itself first; [] without
+    one.
+    """
     ways, reached = {first: [first]}, [first]
     for rank in reached:  # which grows: the nearest ones first
         for other in waits[rank]:
@@ -242,89 +344,107 @@ TWO_LOOKS = (deadlock,)
       "collectives, with the same sizes? gloo aborts the rank that gets a "
       "message of another size than it expects; a watchdog aborts those that "
       f"wait too long: {LOG}")
-def aborted(job):
+def aborted(job: Job) -> Diagnosis | None:
     """SIGABRT ended a rank in one line, where the others waited in another"""
-    who = job.those(lambda rank: rank.aborted or rank.aborted_in_backward)
-    others = job.ranks.without(who)
-    if not who or job.by["error"] or others.without(job.left):
+    ranks = job.select(
+        lambda rank: rank.was_aborted or rank.was_aborted_in_backward)
+    others = job.ranks.without(ranks)
+    if not ranks or job.by_ending["error"] or others.without(job.waiting):
         return None
     places = {rank.place for rank in job.ranks if rank.place.file != "?"}
-    return len(places) > 1 and (who, seen.describe_each(job.ranks))
+    if len(places) < 2:
+        return None
+    return Diagnosis(ranks, seen.describe_each(job.ranks))
 
 
 @rule(ENDS, "a rank was killed", "its last words are in the log, above the "
       "launcher's; `dmesg` on that node: the kernel sends SIGKILL where the "
       "memory is full, and so does a scheduler; gloo aborts at a message of "
       f"another size than it expects; {LOG}")
-def killed(job):
+def killed(job: Job) -> Diagnosis | None:
     """by a signal, as its launcher says, or by a crash, as it says itself"""
+    failed = job.by_ending["error"]
     # an abort or a crash may follow from what another rank has done
-    who = Who(rank for rank in job.by["killed"] if not (
-        job.by["error"] and (rank.crash or rank.signal == "SIGABRT")))
-    first_error = min((rank.ended["time"] for rank in job.by["error"]),
-                      default=math.inf)
+    ranks = RankList(rank for rank in job.by_ending["killed"] if not (
+        failed and (rank.crash or rank.signal == "SIGABRT")))
     # launchers send SIGKILL to those that do not end by themselves
-    who = Who(rank for rank in who if rank.crash
-              or rank.ended.get("time", 0) < first_error + APART)
-    if {*who} <= {*job.aborted}:
-        elsewhere = [rank for rank in job.ranks.without(job.left)
+    first_end = min((rank.end_time for rank in failed), default=math.inf)
+    ranks = RankList(rank for rank in ranks
+                     if rank.crash or rank.end_time < first_end + APART)
+    if {*ranks} <= {*job.aborted_ranks}:
+        elsewhere = [rank for rank in job.ranks.without(job.waiting)
                      if rank.place.file != "?"]
-        if {*job.aborted} == {*job.ranks} or elsewhere:
+        if {*job.aborted_ranks} == {*job.ranks} or elsewhere:
             return None  # it waited for one that did something else
     else:
-        who = who.without(job.aborted)
-    return who and (who, "; ".join(filter(None, [
-        seen.describe_each(who) + seen.say_oom(
-            rank for rank in who if rank.signal == "SIGKILL"),
-        seen.describe_each(job.ranks.without(who))])))
+        ranks = ranks.without(job.aborted_ranks)
+    if not ranks:
+        return None
+    words = seen.describe_each(ranks) + seen.say_oom(
+        [rank for rank in ranks if rank.signal == "SIGKILL"])
+    others = job.ranks.without(ranks)
+    if others:
+        words += f"; {seen.describe_each(others)}"
+    return Diagnosis(ranks, words)
 
 
 @rule(ENDS, "a rank ended", "mend that: the errors of the other ranks follow "
       "from it, but if MPI says that a message is truncated, another rank's "
       "may be too large. If the memory is full: a smaller microbatch")
-def first_error(job):
+def first_error(job: Job) -> Diagnosis | None:
     """its own error, which is no lost connection, comes first"""
-    failed = sorted(job.by["error"], key=lambda rank: rank.ended["time"])
+    failed = sorted(job.by_ending["error"], key=lambda rank: rank.end_time)
     if not failed:
         return None
     first = failed[0]
-    same = Who(rank for rank in job.by["error"] if alike(rank) == alike(first))
+    ended: Ended = first.ended or {}
+    same = RankList(rank for rank in job.by_ending["error"]
+                    if identify_error(rank) == identify_error(first))
     if len(same) > 1:
-        return same, seen.describe_each(same)
+        return Diagnosis(same, seen.describe_each(same))
     near = [rank for rank in failed[1:] if rank.host != first.host
-            and rank.ended["time"] < first.ended["time"] + APART]
+            and rank.end_time < first.end_time + APART]
     # a launcher looks at its processes now and then
-    ended = "ended" if near or first.ended.get("told") or any(
-        rank.ended and rank.ended["time"] < first.ended["time"]
-        for rank in job.ranks) else "was the first to end"
-    others = job.ranks.without([first, *near]) if TRUNCATED.search(
-        first.ended.get("message") or "") else ()
-    return [first, *near], "; ".join(filter(None, [
-        *(f"{Who([rank])} {ended}{seen.describe_error(rank)}"
-          for rank in (first, *near)), seen.describe_each(others)]))
+    verb = "was the first to end"
+    if near or ended.get("told") or any(
+            rank.ended and rank.end_time < first.end_time
+            for rank in job.ranks):
+        verb = "ended"
+    blamed = RankList([first, *near])
+    texts = [f"{RankList([rank])} {verb}{seen.describe_error(rank)}"
+             for rank in blamed]
+    others = job.ranks.without(blamed)
+    if others and TRUNCATED.search(ended.get("message") or ""):
+        texts.append(seen.describe_each(others))
+    return Diagnosis(blamed, "; ".join(texts))
 
 
-def alike(rank):
-    """An error that does not follow from another, in whatever words."""
-    error = rank.ended.get("error") or "Runtime"
-    return seen.describe_error(rank) if re.search(
-        "Runtime|Dist|Connection|Pipe|EOF|Timeout|OSError", error) else (
-            error, rank.place)
+def identify_error(rank: Rank) -> str | tuple[str, Place]:
+    """Return what is the same for the same error, in whatever words; of one
+    that may follow from another rank's, the words as well.
+    """
+    error = (rank.ended or {}).get("error") or "Runtime"
+    if re.search("Runtime|Dist|Connection|Pipe|EOF|Timeout|OSError", error):
+        return seen.describe_error(rank)
+    return error, rank.place
 
 
 @rule(ENDS, "a rank ended early", "all ranks have to make the same number of "
       "steps: does each have as many batches? Look in the log for what it "
       "printed")
-def ended_early(job):
+def ended_early(job: Job) -> Diagnosis | None:
     """it ended without an error, and others wait for it or have lost it"""
     # one that is gone without a word may be the one that they have lost
-    sure = not (job.by["gone"] or job.by["silent"])
-    left = {rank: Who(other for other in job.keeps_waiting(rank)
-                      if sure or other.ending != "lost")
-            for rank in job.by["done"]}
-    who = Who(rank for rank in left if left[rank])
-    return who and (who, f"{who} ended {seen.with_status(who)}, and left "
-                    f"{left[who[0]]} waiting {seen.say_places(left[who[0]])}")
+    is_sure = not (job.by_ending["gone"] or job.by_ending["silent"])
+    waiters = {rank: RankList(other for other in job.waiters_of(rank)
+                              if is_sure or other.ending != "lost")
+               for rank in job.by_ending["done"]}
+    ranks = RankList(rank for rank in waiters if waiters[rank])
+    if not ranks:
+        return None
+    others = waiters[ranks[0]]
+    return Diagnosis(ranks, f"{ranks} ended {seen.with_status(ranks)}, and "
+                     f"left {others} waiting {seen.say_places(others)}")
 
 
 def may_follow(other: Rank, rank: Rank) -> bool:
@@ -333,35 +453,42 @@ def may_follow(other: Rank, rank: Rank) -> bool:
     """
     clocks = 0 if other.host == rank.host else APART
     if other.ending == "lost":
-        return rank.written <= other.ended["time"] + clocks
-    return other.aborted and other.pending is not None and (
-        rank.written <= other.pending["time"] + SOON + clocks)
+        return rank.written <= other.end_time + clocks
+    call = other.current_call
+    return other.was_aborted and call is not None and (
+        rank.written <= call["time"] + SOON + clocks)
 
 
 @rule(ENDS, "no record of an end", f"{LOG}; `dmesg` on its node says whether "
       "the memory was full, and `scontrol show node NODE` whether it is down")
-def gone(job):
+def gone(job: Job) -> Diagnosis | None:
     """it is gone without a word, and others wait for it or have lost it"""
-    who = Who(rank for rank in (*job.by["gone"], *job.by["silent"]) if any(
-        (other.runs and rank.ending == "gone") or may_follow(other, rank)
-        for other in job.keeps_waiting(rank)))
-    others = {rank.host for rank in job.ranks.without(who)}
-    return who and (who, (
-        f"{who} on {who.hosts} ended, and nothing says how" + (
-            "" if others & {rank.host for rank in who} else
-            ", and all ranks of that node with it")
-        + f"{seen.say_oom(who)}; last written at {who[0].heard}"))
+    ranks = RankList(
+        rank for rank in (*job.by_ending["gone"], *job.by_ending["silent"])
+        if any((other.runs and rank.ending == "gone")
+               or may_follow(other, rank) for other in job.waiters_of(rank)))
+    if not ranks:
+        return None
+    sentence = f"{ranks} on {ranks.hosts} ended, and nothing says how"
+    other_hosts = {rank.host for rank in job.ranks.without(ranks)}
+    if not other_hosts & {rank.host for rank in ranks}:
+        sentence += ", and all ranks of that node with it"
+    return Diagnosis(ranks, f"{sentence}{seen.say_oom(ranks)}; last written "
+                     f"at {ranks[0].last_report}")
 
 
 @rule(STOPS, "the disk does not answer", "try `ls` on that node; tell the "
       "site's support")
-def disk(job):
+def disk(job: Job) -> Diagnosis | None:
     """the kernel says that the process waits for a device"""
-    who = job.those(lambda rank: rank.runs and rank.state == "D"
-                    and rank.still > PATIENCE and not rank.computes)
-    return who and (who, f"{who} on {who.hosts}, in {who[0].place}, "
-                    f"{who:waits} for a disk or device, and {who:has} not "
-                    f"moved for {who[0].still:.0f} s")
+    ranks = job.select(
+        lambda rank: rank.runs and rank.state == "D"
+        and rank.idle_seconds > PATIENCE and not rank.computes)
+    if not ranks:
+        return None
+    return Diagnosis(ranks, f"{ranks} on {ranks.hosts}, in {ranks[0].place}, "
+                     f"{ranks:waits} for a disk or device, and {ranks:has} "
+                     f"not moved for {ranks[0].idle_seconds:.0f} s")
 
 
 # ------------------------------------------------------------- one is slower
@@ -370,53 +497,76 @@ def disk(job):
 @rule(SLOW, "straggler", "does it read more data than the others, or share "
       "its cores or its GPU with another process? `top` and `nvidia-smi` on "
       "that node say so")
-def straggler(job):
+def straggler(job: Job) -> Diagnosis | None:
     """a measured share of the time, the others wait for it"""
     # where the cores or the network are shared, now this one is late and now
     # that one: it has to be the same in each quarter of the record
-    whole = [{rank: call["time"] for rank, call in calls.items()}
+    whole = [{number: call["time"] for number, call in calls.items()}
              for calls in job.calls if len(calls) == len(job.ranks) > 1]
     quarter = len(whole) // 4
-    number, share, mean = find_last(whole)
-    parts = [find_last(whole[i * quarter:][:quarter + 1]) for i in range(4)]
-    if quarter < 4 or any(
-            late != number or part < SHARE for late, part, _ in parts):
+    if quarter < 4:
         return None
-    who = job.those(lambda rank: rank.rank == number)
-    if mean > min(rank.longest_gap for rank in job.ranks.without(who)):
+    late = find_last(whole)
+    for i in range(4):
+        part = find_last(whole[i * quarter:][:quarter + 1])
+        if part.rank != late.rank or part.share < SHARE:
+            return None
+    ranks = job.select(lambda rank: rank.rank == late.rank)
+    others = job.ranks.without(ranks)
+    if late.seconds > min(rank.longest_gap for rank in others):
         return None  # nobody has waited so long: its clock is off
-    looks = who[0].looks
-    waits = sum(times for times, stack in looks
-                if who[0].sources.find_wait(stack)
-                or (stack and is_mpi_call(stack[-1][0], stack[-1][2])))
-    if waits > SHARE * sum(times for times, _ in looks):
+    rank = ranks[0]
+    waits = sum(sample.times for sample in rank.samples
+                if rank.sources.find_wait(sample.stack)
+                or is_in_mpi_call(sample.stack))
+    if waits > SHARE * sum(sample.times for sample in rank.samples):
         return None  # it waits itself, as a pipeline's first stage does
-    return who, (f"{who} on {who[0].host} comes late, by {1000 * mean:.0f} ms "
-                 f"on average: the others wait for it {share:.0%} of the "
-                 f"time; it is in {who[0].place}")
+    return Diagnosis(ranks, (
+        f"{ranks} on {rank.host} comes late, by {1000 * late.seconds:.0f} ms "
+        f"on average: the others wait for it {late.share:.0%} of the "
+        f"time; it is in {rank.place}"))
 
 
-def find_last(times):
-    """Of the times at which the ranks came to each collective: (the rank that
-    others wait for, their share of time, seconds each).
+def is_in_mpi_call(stack: Stack) -> bool:
+    return bool(stack) and is_mpi_call(stack[-1][0], stack[-1][2])
+
+
+class Lateness(NamedTuple):
+    """How long the others wait for the rank that comes last."""
+
+    rank: int | None  # None if no rank is the one that comes last
+    share: float  # of the time
+    seconds: float  # each time, on average
+
+
+def find_last(times: Sequence[Mapping[int, float]]) -> Lateness:
+    """Return for which rank the others wait.
+
+    Args:
+        times: when the ranks came to each collective, by rank, in seconds.
     """
-    late = defaultdict(list)
+    late: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     for found in times:
         *_, before, last = sorted(found.values())
         if last - before > 0.005:  # clocks of nodes differ by as much
-            late[max(found, key=found.get)].append((before, last))
-    waits = {rank: length(spans) for rank, spans in late.items()}
-    number = max(waits, key=waits.get, default=None)
+            late[max(found, key=found.__getitem__)].append((before, last))
+    waits = {number: measure(spans) for number, spans in late.items()}
+    number = max(waits, key=waits.__getitem__, default=None)
     if number is None or waits[number] < 0.75 * sum(waits.values()):
-        return None, 0, 0
+        return Lateness(None, 0, 0)
     came = [time for found in times for time in found.values()]
-    return (number, waits[number] / (max(came) - min(came)),
-            waits[number] / len(late[number]))
+    return Lateness(number, waits[number] / (max(came) - min(came)),
+                    waits[number] / len(late[number]))
 
 
-def length(spans):
-    """Of (begin, end) pairs, what they cover: some overlap."""
-    covered, last = 0, -math.inf
+def measure(spans: Iterable[tuple[float, float]]) -> float:
+    """Return how many seconds some spans of time cover, of which some
+    overlap.
+
+    Args:
+        spans: (begin, end) of each.
+    """
+    covered, last = 0.0, -math.inf
     for begin, end in sorted(spans):
         covered += max(0, end - max(begin, last))
         last = max(last, end)

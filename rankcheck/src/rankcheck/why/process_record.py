@@ -55,6 +55,13 @@ class HandledError(NamedTuple):
     stack: Stack
 
 
+class Identity(NamedTuple):
+    """What no other rank of a job is called."""
+
+    rank: int | None
+    host: str  # "" unless each node counts its own, as mp.spawn does
+
+
 class CallPlace(TypedDict):
     """Where a call was made; None where PyTorch has recorded no frames."""
 

@@ -11,9 +11,10 @@ import signal
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from rankcheck.system.sources import (
     GENERATED,
@@ -27,6 +28,19 @@ from rankcheck.system.sources import (
     Sources,
     is_mpi_call,
 )
+from rankcheck.why.process_record import (
+    Call,
+    Ended,
+    HandledError,
+    Identity,
+    ProcessRecord,
+    StackSample,
+    ThreadStack,
+    Work,
+)
+
+if TYPE_CHECKING:
+    from rankcheck.system.sources import Stack
 
 SOON = 10  # seconds without a move that are worth a word
 PATIENCE = 30  # seconds without a move that are no longer normal
@@ -45,6 +59,12 @@ MAY_WAIT_TEXT = re.compile(
 WORK_WAIT = re.compile(r"\.wait$")
 
 
+# "lost": by an error that another rank was the first to end. "gone": without a
+# word. "silent": the same, where nobody sees whether it lives
+Ending = Literal["runs", "done", "error", "lost", "stopped", "killed", "gone",
+                 "silent"]
+
+
 class Place(NamedTuple):
     """A line, which reads `line 41 of train.py: loss.backward()`."""
 
@@ -52,93 +72,178 @@ class Place(NamedTuple):
     line: int
     function: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         if self.file == "?":
             return "a line that is not known"
+        words = f"line {self.line} of {Path(self.file).name}"
         code = linecache.getline(self.file, self.line).strip()
-        return f"line {self.line} of {Path(self.file).name}" + (
-            f": {code}" if code else "")
+        if code:
+            words += f": {code}"
+        return words
 
 
-class Who(list):
-    """Some ranks, or their numbers: `ranks 0, 1`; `:is` adds a verb."""
+PLURALS = {"is": "are", "has": "have", "was": "were"}
 
-    def __format__(self, verb):
-        numbers = [str(getattr(rank, "rank", rank)) for rank in self]
-        many = len(numbers) > 1
-        verb = {"is": "are", "has": "have", "was": "were"}.get(
-            verb, verb.removesuffix("s")) if many else verb
-        return f"rank{'s' * many} {', '.join(numbers)} {verb}".rstrip()
+
+def format_ranks(numbers: Sequence[int], verb: str) -> str:
+    """Return for example `ranks 0, 1`, with a verb `ranks 0, 1 are`.
+
+    Args:
+        verb: as it is of one rank, as in `is` or `waits`; or "".
+    """
+    noun = "rank"
+    if len(numbers) > 1:
+        noun = "ranks"
+        verb = PLURALS.get(verb, verb.removesuffix("s"))
+    return f"{noun} {', '.join(map(str, numbers))} {verb}".rstrip()
+
+
+class RankNumbers(list[int]):
+    """The numbers of some ranks; see `format_ranks` for an f-string."""
+
+    def __format__(self, verb: str) -> str:
+        return format_ranks(self, verb)
+
+
+class RankList(list["Rank"]):
+    """Some ranks; see `format_ranks` for what an f-string makes of them."""
+
+    def __format__(self, verb: str) -> str:
+        return format_ranks([rank.rank for rank in self], verb)
 
     @property
-    def hosts(self):
+    def hosts(self) -> str:
         return ", ".join(dict.fromkeys(rank.host for rank in self))
 
-    def without(self, some):
-        return Who(rank for rank in self if rank not in some)
+    def without(self, others: Iterable[Rank]) -> RankList:
+        excluded = {*others}
+        return RankList(rank for rank in self if rank not in excluded)
+
+
+class GroupKey(NamedTuple):
+    """What a group has in the records of all its ranks, and no other group."""
+
+    name: str
+    generation: int  # how often a group of that name was made before
+    ranks: str
+
+
+class RankCall(Call):
+    """A collective, with the group that it is of."""
+
+    of: GroupKey
+
+
+class Claim(NamedTuple):
+    """Of several processes with one number, the rank is the one with the
+    largest.
+    """
+
+    joins: bool  # or has joined
+    answers: bool
+    launched: bool
+    began: float
+
+    def is_like(self, other: Claim) -> bool:
+        """Whether they differ only in when the processes have begun."""
+        return self[:3] == other[:3]
 
 
 class Rank:
-    """A process: what its witness wrote, and what the system says now.
+    """A process: what it has written, and what the system says now.
 
-    record: as witness.py writes it. alive: None if it is on another
-    host. fresh: whether it has answered now. last: its .stack file.
+    Args:
+        record: as witness.py writes it; `of` is added to its calls.
+        alive: whether it lives; None if that cannot be seen from here.
+        fresh: whether it has answered now.
+        last: its .stack file.
+
+    Attributes:
+        idle_seconds: since its main thread has moved.
+        line_seconds: since it came to its line; None in an older record.
+        master_problem: why it does not reach rank 0's address, "" if it does;
+            None if it has not tried.
+        started_ranks: of a job that it has started itself.
+        crash: its last words, for example "Segmentation fault"; or "".
+        is_unresponsive: whether it lives, or may live, but does not answer.
+        calls_are_stale: whether its collectives may have ended since it wrote.
     """
 
-    looks, work = (), ()
-    nested = ()  # the ranks of a job that it has started itself
-    answer = None  # at rank 0's address: "" or the problem, if it has tried
-    # what a rank that only its launcher has seen has not written
-    calls, stack, connecting, master = (), (), (), (None, None)
-    still, oom_kills, state, library, message = 0, 0, "?", "", None
-    over, joined, mpi, launched = False, False, False, True
-    # None: it was written before these were recorded
-    folders, threads, callee, handles, stays = None, None, None, None, None
-    switched_off = ""
-
-    def __init__(self, record, alive=None, fresh=False, last=""):
-        vars(self).update(record, record=record)
+    def __init__(self, record: ProcessRecord, alive: bool | None = None,
+                 fresh: bool = False, last: str = "") -> None:
+        self.record = record
         self.alive, self.fresh, self.last = alive, fresh, last
+        # evidence.py gives a number to a process that has none
+        self.rank = cast(int, record["rank"])
+        self.world_size = record.get("world_size")
+        self.host = record["host"]
+        self.pid = record["pid"]
+        self.token = record.get("token")
+        self.start = record.get("start")
+        self.began = record["began"]
+        self.written = record["written"]
+        self.ended = record["ended"]
+        self.answers = record["answers"]
+        self.asked = record.get("asked", "")
+        # a rank that only its launcher has seen has not written these, and an
+        # older record lacks some
+        self.stack: Stack = record.get("stack", ())
+        self.callee = record.get("callee")
+        self.handles: HandledError | None = None
+        handled = record.get("handles")
+        if handled is not None:
+            self.handles = HandledError(*handled)
+        self.idle_seconds = record.get("still", 0)
+        self.line_seconds = record.get("stays")
+        self.script_ended = record.get("over", False)
+        self.joined = record.get("joined", False)
+        self.launched = record.get("launched", True)
+        self.uses_mpi = record.get("mpi", False)
+        self.message = record.get("message")
+        self.switched_off = record.get("switched_off", "")
+        self.master = record.get("master", [None, None])
+        self.master_problem = record.get("answer")
+        self.connecting = record.get("connecting", [])
+        self.state = record.get("state", "?")
+        self.oom_kills = record.get("oom_kills", 0)
+        self.folders = record.get("folders")
+        self.samples = [StackSample(*row) for row in record.get("looks", ())]
+        self.work = [Work(*row) for row in record.get("work", ())]
+        self.threads: list[ThreadStack] | None = None
+        rows = record.get("threads")
+        if rows is not None:
+            self.threads = [ThreadStack(*row) for row in rows]
+        self.started_ranks: Sequence[Rank] = ()
+
         self.address = ":".join(map(str, self.master))
-        self.sources = Sources(self.folders, self.library)
-        self.calls = [call for call in self.calls or ()
-                      if not call["p2p"] and call["group"]]
-        numbers, starts = defaultdict(int), defaultdict(int)
-        texts: dict[int, str] = {}  # of groups: that of a thousand is long
-        for call in self.calls:  # a group that is made anew counts from 1
-            name, number = call["name"], call["number"]
-            starts[name] += number < numbers[name]
-            numbers[name] = number
-            group = call["group"]
-            if id(group) not in texts:  # calls share it, and its hash is kept
-                texts[id(group)] = sys.intern(str(group))
-            call["of"] = name, starts[name], texts[id(group)]
-        # its last words, for example "Segmentation fault"; "" without any
+        self.sources = Sources(self.folders, record.get("library", ""))
+        self.calls = find_collectives(record.get("calls") or ())
         self.crash = "".join(re.findall("Fatal Python error: (.*)", last)[:1])
         self.runs = self.ending == "runs"
-        # whether it lives on this machine, or may live, but is silent
-        self.mute = self.ending == "silent" or (self.runs and not fresh)
-        stack, self.went_on = self.stack, False
+        self.is_unresponsive = self.ending == "silent" or (
+            self.runs and not fresh)
+        self.calls_are_stale = False
+        written_stack = self.stack
         if self.ended and self.ended.get("stack"):
             self.stack = self.ended["stack"]
         elif last and not self.runs:
             self.stack = self.find_last_stack() or self.stack
-        if self.find_place(stack)[1:] != self.find_place(self.stack)[1:]:
+        if self.find_place(written_stack)[1:] != (
+                self.find_place(self.stack)[1:]):
             # these were of the stack when it last wrote; its collectives
             # may have ended since, unless it has written them at its end
             self.callee = self.handles = None
-            self.went_on = bool(stack) and not (
+            self.calls_are_stale = bool(written_stack) and not (
                 self.ended and not self.ended.get("told"))
         self.place = self.find_place(self.stack)
-        self.meets = self.inside("init_process_group|rendezvous|"
-                                 "create_c10d_store")
-        # of several with this number, the one with the highest claim is it
-        self.claim = (self.joined or self.meets, self.answers, self.launched,
-                      self.began)
+        self.is_joining = self.has_frame(
+            "init_process_group|rendezvous|create_c10d_store")
+        self.claim = Claim(self.joined or self.is_joining, self.answers,
+                           self.launched, self.began)
 
-    def find_last_stack(self) -> list:
-        """The stack that SIGTERM or a crash has left, outermost frame first:
-        the main thread's, where that waited for others meanwhile.
+    def find_last_stack(self) -> Stack:
+        """Return the stack that SIGTERM or a crash has left, outermost frame
+        first: the main thread's, where that waited for others meanwhile.
         """
         main = find_frames(last_thread(self.last))[::-1]
         if self.sources.find_wait(main):
@@ -152,34 +257,43 @@ class Rank:
         return stack
 
     @cached_property
-    def ending(self):
-        """runs, done, error, lost, stopped, killed, or without a word: gone,
-        or silent, where nobody sees whether it lives.
-        """
+    def ending(self) -> Ending:
+        """How it has ended, as far as its record and the system say it."""
         if self.crash:
             return "killed"
         lives = self.fresh if self.alive is None else self.alive
         if self.signal and (self.ended or not lives) and not self.alive:
-            return "stopped" if self.signal in (
-                "SIGTERM", "SIGINT", "SIGHUP") else "killed"
+            if self.signal in ("SIGTERM", "SIGINT", "SIGHUP"):
+                return "stopped"
+            return "killed"
         if self.ended and "error" in self.ended:
-            file, words = (self.ended.get("stack") or [[""]])[-1][0], (
-                self.ended["message"])
-            theirs = self.sources.owner(file) in (TORCH, MPI4PY)
-            return "lost" if theirs and LOST.search(words) and (
-                not OWN.search(words)) else "error"
+            return "lost" if self.has_lost_others(self.ended) else "error"
         if self.ended:  # None: a status is not known
             return "done" if self.ended["status"] in (0, None) else "error"
         if lives:
             return "runs"
         return "gone" if self.alive is False else "silent"
 
+    def has_lost_others(self, ended: Ended) -> bool:
+        """Whether its error says that another rank was the first to end."""
+        stack = ended.get("stack")
+        file = stack[-1][0] if stack else ""
+        if self.sources.owner(file) not in (TORCH, MPI4PY):
+            return False
+        message = ended["message"]
+        return bool(LOST.search(message)) and not OWN.search(message)
+
     @property
-    def signal(self):
+    def end_time(self) -> float:
+        """When it ended, in seconds since 1970; 0 if that is not known."""
+        return (self.ended or {}).get("time", 0)
+
+    @property
+    def signal(self) -> str:
         """The signal that has ended it, or "": its launcher, its own handler,
         or its last words say so.
         """
-        ended = self.ended or {}
+        ended: Ended = self.ended or {}
         if self.crash:
             return self.crash
         if ended.get("error") == "KeyboardInterrupt":
@@ -187,70 +301,74 @@ class Rank:
         if self.last and not ended:
             return "SIGTERM"
         status = ended.get("status")
-        names = {number: number.name for number in signal.Signals}
-        return names.get(-status, f"signal {-status}") if isinstance(
-            status, int) and status < 0 else ""
+        if not isinstance(status, int) or status >= 0:
+            return ""
+        try:
+            return signal.Signals(-status).name
+        except ValueError:
+            return f"signal {-status}"
 
     @property
-    def known_as(self):
-        """What no other rank is called: mp.spawn counts on each node."""
-        return self.rank, "" if self.world_size else self.host
+    def identity(self) -> Identity:
+        return Identity(self.rank, "" if self.world_size else self.host)
 
-    def find_place(self, stack):
-        """The script's innermost line."""
+    def find_place(self, stack: Stack) -> Place:
+        """Return the script's innermost line."""
         return Place(*self.sources.find_line(stack))
 
     @cached_property
-    def begun(self) -> list[dict]:
+    def unfinished_calls(self) -> list[RankCall]:
         """The collectives that it has begun and that have not ended, oldest
         first, unless a later one of the same group has.
         """
-        ended, found = set(), []
-        for call in () if self.went_on else reversed(self.calls):
+        ended: set[GroupKey] = set()
+        found: list[RankCall] = []
+        for call in () if self.calls_are_stale else reversed(self.calls):
             if not call["waits"]:
                 ended.add(call["of"])
             elif call["of"] not in ended:
                 found.append(call)
         if not found and self.ending == "lost" and self.calls and (
-                TIMED_OUT.search(self.ended["message"])):
+                self.ended and TIMED_OUT.search(self.ended["message"])):
             return [self.calls[-1]]  # which its error has ended
         return found[::-1]
 
     @cached_property
-    def reached(self) -> dict[tuple, int]:
+    def last_numbers(self) -> dict[GroupKey, int]:
         """The number of its last collective in each group."""
-        found: dict[tuple, int] = {}
+        found: dict[GroupKey, int] = {}
         for call in self.calls:
             found[call["of"]] = max(
                 call["number"], found.get(call["of"], -1))
         return found
 
     @cached_property
-    def awaited(self) -> list[dict]:
-        """Those of `begun` of which the main thread may wait for one: it may
-        have begun others asynchronously, or another thread has.
+    def awaited_calls(self) -> list[RankCall]:
+        """Those of `unfinished_calls` of which the main thread may wait for
+        one: it may have begun others asynchronously, or another thread has.
         """
-        if not self.begun or not self.may_wait:
+        if not self.unfinished_calls or not self.may_wait:
             return []
         if is_mpi_call(*self.last_frame):
-            return self.begun[-1:]
+            return self.unfinished_calls[-1:]
         if not self.sources.is_in_collective(self.stack):
-            return self.begun
-        if any(call["line"] is None for call in self.begun):
-            return self.begun  # it has not been asked for the lines
-        _, line, function = self.place
-        here = [call for call in self.begun
-                if call["line"][1:] == [line, function]]
+            return self.unfinished_calls
+        here = []
+        for call in self.unfinished_calls:
+            if call["line"] is None:  # it has not been asked for the lines
+                return self.unfinished_calls
+            if call["line"][1:] == [self.place.line, self.place.function]:
+                here.append(call)
         return here[-1:]
 
     @property
-    def pending(self):
+    def current_call(self) -> RankCall | None:
         """The collective in which it is, or else the first that it has begun
         and that has not ended; or None.
         """
-        if self.awaited and self.sources.is_in_collective(self.stack):
-            return self.awaited[-1]
-        return next(iter([*self.awaited, *self.begun]), None)
+        if self.awaited_calls and self.sources.is_in_collective(self.stack):
+            return self.awaited_calls[-1]
+        return next(iter([*self.awaited_calls, *self.unfinished_calls]), None)
 
     @property
     def last_frame(self) -> tuple[str, str]:
@@ -274,27 +392,30 @@ class Rank:
         if owner == GENERATED or self.folders is None:
             return True
         if owner == PYTHON:  # it may wait for a thread of its own
-            return any(map(self.sources.find_wait, self.other_stacks))
+            return any(self.sources.find_wait(thread.stack)
+                       for thread in self.other_threads)
         if self.callee is None:  # an older Python does not tell
             return bool(MAY_WAIT_TEXT.search(str(self.place)))
         return bool(MAY_WAIT.search(self.callee)) and (
             not NO_COLLECTIVE.search(self.callee))
 
     @property
-    def other_stacks(self) -> list:
-        """The stacks of its other threads."""
-        return [stack for _, number, stack in self.threads or ()
-                if number != self.pid]
+    def other_threads(self) -> list[ThreadStack]:
+        """All threads but the main one."""
+        return [thread for thread in self.threads or ()
+                if thread.number != self.pid]
 
     @property
     def is_blocked(self) -> bool:
         """Whether it is proven that its main thread waits for others, and
         that no other thread of it could do what they wait for.
         """
-        if not self.runs or self.mute or not self.waits:
+        if not self.runs or self.is_unresponsive or not self.waits:
             return False
-        if self.still < SOON or self.helpers or any(
-                map(self.sources.uses_collectives, self.other_stacks)):
+        if self.idle_seconds < SOON or self.helpers:
+            return False
+        if any(self.sources.uses_collectives(thread.stack)
+               for thread in self.other_threads):
             return False
         if self.threads is None and not self.work:
             return False  # nobody has looked at its threads
@@ -303,7 +424,7 @@ class Rank:
                     or WORK_WAIT.search(self.callee or ""))
 
     @property
-    def aborted(self) -> bool:
+    def was_aborted(self) -> bool:
         """Whether SIGABRT has ended it in a collective, or while it waited
         for one: a watchdog does so to those that wait too long, and gloo to
         the one that gets a message of another size than it expects.
@@ -312,7 +433,7 @@ class Rank:
             self.waits or self.sources.calls_others(self.stack))
 
     @property
-    def aborted_in_backward(self) -> bool:
+    def was_aborted_in_backward(self) -> bool:
         """The same in a backward pass, which may call collectives."""
         return self.got_sigabrt and self.sources.path_in_torch(
             self.last_frame[0]).startswith("autograd/")
@@ -323,87 +444,123 @@ class Rank:
             "Aborted", "SIGABRT")
 
     @cached_property
-    def later_calls(self) -> list[dict]:
+    def later_calls(self) -> list[RankCall]:
         """The collectives that it has begun after its own error: a handler at
         its end may do so, or an exception hook.
         """
-        if self.ending != "error" or not self.ended.get("stack") or (
-                self.sources.owner(self.ended["stack"][-1][0]) in (
-                    TORCH, MPI4PY)):
+        if self.ending != "error" or not self.ended:
+            return []
+        stack = self.ended.get("stack")
+        if not stack or self.sources.owner(stack[-1][0]) in (TORCH, MPI4PY):
             return []  # the error may be the collective's
-        return [call for call in self.calls if call["time"] > (
-            self.ended["time"] - NOTICED) and call.get("outside") is not False]
+        return [call for call in self.calls
+                if call["time"] > self.end_time - NOTICED
+                and call.get("outside") is not False]
 
     @property
-    def computes(self):
+    def computes(self) -> bool:
         """Whether its main thread computed, read or wrote meanwhile."""
-        return any(worked for kind, pid, _, _, worked, _ in self.work
-                   if (kind, pid) == ("thread", self.pid))
+        return any(work.has_worked for work in self.work
+                   if work.kind == "thread" and work.number == self.pid)
 
     @property
-    def helpers(self):
+    def helpers(self) -> list[Work]:
         """The other threads of its `work` that are in the script's lines."""
         return [work for work in self.work
-                if work[0] == "thread" and work[1] != self.pid and work[5]
-                and self.sources.owner(work[5][0]) == SCRIPT]
+                if work.kind == "thread" and work.number != self.pid
+                and work.line and self.sources.owner(work.line[0]) == SCRIPT]
 
     @property
-    def waits(self):
+    def waits(self) -> bool:
         """Whether it waits, or waited, for others, without computing."""
-        if self.inside("importlib"):
+        if self.has_frame("importlib"):
             return False
         if self.message or self.sources.find_wait(self.stack):
             return True
-        return bool(self.awaited) and (  # MPI computes while it waits
-            not self.computes or self.still > PATIENCE
-            or is_mpi_call(*self.last_frame))
+        if not self.awaited_calls:
+            return False
+        # MPI computes while it waits
+        return (not self.computes or self.idle_seconds > PATIENCE
+                or is_mpi_call(*self.last_frame))
 
-    def inside(self, pattern):
+    def has_frame(self, pattern: str) -> bool:
         """Whether its stack has a frame of such a file or function."""
         return any(re.search(pattern, f"{file}:{name}")
                    for file, _, name in self.stack)
 
     @property
-    def in_line(self) -> float:
+    def seconds_in_line(self) -> float:
         """Seconds since it came to its line, as far as it was looked at."""
-        return self.still if self.stays is None else min(
-            self.still, self.stays)
+        if self.line_seconds is None:
+            return self.idle_seconds
+        return min(self.idle_seconds, self.line_seconds)
 
     @property
-    def longest_gap(self):
+    def longest_gap(self) -> float:
         """Seconds between two of its collectives, at most."""
         times = [call["time"] for call in self.calls]
         return max((b - a for a, b in zip(times, times[1:])), default=0)
 
     @property
-    def heard(self):
+    def last_report(self) -> str:
         """When it last wrote, and where it was then."""
         clock = time.strftime("%H:%M:%S", time.localtime(self.written))
         return f"{clock}, then in {self.place}"
 
 
-class Job:
-    """All ranks, sorted, and what follows from seeing them together."""
+def find_collectives(calls: Iterable[Call]) -> list[RankCall]:
+    """Return those of a rank's calls that are collectives of a group of its
+    own, each with that group.
+    """
+    found = []
+    numbers: defaultdict[str, int] = defaultdict(int)
+    generations: defaultdict[str, int] = defaultdict(int)
+    texts: dict[int, str] = {}  # of groups: that of a thousand is long
+    for call in cast("Iterable[RankCall]", calls):
+        group = call["group"]
+        if call["p2p"] or not group:
+            continue
+        name, number = call["name"], call["number"]
+        if number < numbers[name]:  # a group that is made anew counts from 1
+            generations[name] += 1
+        numbers[name] = number
+        if id(group) not in texts:  # calls share it, and its hash is kept
+            texts[id(group)] = sys.intern(str(group))
+        call["of"] = GroupKey(name, generations[name], texts[id(group)])
+        found.append(call)
+    return found
 
-    def __init__(self, ranks):
-        self.ranks = Who(ranks)
-        self.known_waits: dict[Rank, Who] = {}
-        self.by = defaultdict(Who)  # how they ended -> the ranks
-        kills = defaultdict(int)  # a node's: not all of its ranks still count
+
+class Job:
+    """All ranks, sorted, and what follows from seeing them together.
+
+    Attributes:
+        by_ending: the ranks by how they have ended.
+        first_rank: rank 0, if it is there.
+    """
+
+    def __init__(self, ranks: Iterable[Rank]) -> None:
+        self.ranks = RankList(ranks)
+        self.known_waits: dict[Rank, RankList] = {}
+        self.by_ending: defaultdict[Ending, RankList] = defaultdict(RankList)
+        # a node's: not all of its ranks still count
+        kills: defaultdict[str, int] = defaultdict(int)
         for rank in self.ranks:
-            self.by[rank.ending].append(rank)
+            self.by_ending[rank.ending].append(rank)
             kills[rank.host] = max(kills[rank.host], rank.oom_kills)
         for rank in self.ranks:
             rank.oom_kills = kills[rank.host]
-        self.first = self.ranks[0]  # rank 0, if it is there
+        self.first_rank = self.ranks[0]
 
-    def those(self, condition):
-        return Who(rank for rank in self.ranks if condition(rank))
+    def select(self, condition: Callable[[Rank], object]) -> RankList:
+        """Return the ranks of which the condition is true."""
+        return RankList(rank for rank in self.ranks if condition(rank))
 
     @cached_property
-    def calls(self):
+    def calls(self) -> list[dict[int, RankCall]]:
         """{rank: call} of each collective, in the order of their begin."""
-        found = defaultdict(dict)
+        found: defaultdict[tuple[GroupKey, int], dict[int, RankCall]] = (
+            defaultdict(dict))
         for rank in self.ranks:
             for call in rank.calls:
                 found[call["of"], call["number"]][rank.rank] = call
@@ -411,92 +568,110 @@ class Job:
             call["time"] for call in calls.values()))
 
     @cached_property
-    def later_calls(self) -> list[dict]:
+    def later_calls(self) -> list[RankCall]:
         """Those that a rank has begun after its own error."""
         return [call for rank in self.ranks for call in rank.later_calls]
 
     @cached_property
-    def aborted(self) -> Who:
-        return self.those(lambda rank: rank.aborted)
+    def aborted_ranks(self) -> RankList:
+        return self.select(lambda rank: rank.was_aborted)
 
     @cached_property
-    def meeting(self):
+    def joining(self) -> RankList:
         """Those in init_process_group(), if no error keeps others away."""
-        return Who() if self.by["error"] or self.by["killed"] else (
-            self.those(lambda rank: rank.runs and not rank.joined
-                       and rank.meets))
+        if self.by_ending["error"] or self.by_ending["killed"]:
+            return RankList()
+        return self.select(lambda rank: rank.runs and not rank.joined
+                           and rank.is_joining)
 
     @cached_property
-    def unmet(self) -> Who:
+    def not_joined(self) -> RankList:
         """Those in init_process_group(), where none has come out of it; also
         if all of them were told to end there.
         """
-        if any(rank.joined for rank in self.ranks) or self.meeting:
-            return self.meeting
-        told = self.those(lambda rank: rank.ending == "stopped" and rank.meets)
-        return told if {*told} == {*self.ranks} else Who()
+        if any(rank.joined for rank in self.ranks) or self.joining:
+            return self.joining
+        stopped = self.select(lambda rank: rank.ending == "stopped"
+                              and rank.is_joining)
+        return stopped if len(stopped) == len(self.ranks) else RankList()
 
     @cached_property
-    def deaf(self):
+    def unconnected(self) -> RankList:
         """Those of them that reach nobody at rank 0's address."""
-        return Who(rank for rank in self.meeting
-                   if rank.still >= SOON and rank.answer)
+        return RankList(
+            rank for rank in self.joining
+            if rank.idle_seconds >= SOON and rank.master_problem)
 
-    def waits_for(self, rank: Rank) -> Who:
-        """Those for whom a rank waits, as the records say."""
+    def waits_for(self, rank: Rank) -> RankList:
+        """Return those for whom a rank waits, as the records say."""
         if rank not in self.known_waits:
             self.known_waits[rank] = self.find_awaited(rank)
         return self.known_waits[rank]
 
-    def find_awaited(self, rank: Rank) -> Who:
+    def find_awaited(self, rank: Rank) -> RankList:
         if rank.message:
-            return self.those(lambda other: other.rank == rank.message["peer"]
-                              and other is not rank)
-        calls = rank.awaited or rank.begun[:1]
+            peer = rank.message["peer"]
+            return self.select(lambda other: other.rank == peer
+                               and other is not rank)
+        calls = rank.awaited_calls or rank.unfinished_calls[:1]
         if rank.sources.find_wait(rank.stack):
-            calls = rank.awaited  # none: it waits in something else
-        return self.those(lambda other: other is not rank and bool(calls)
-                          and all(is_missing(other, call) for call in calls))
+            calls = rank.awaited_calls  # none: it waits in something else
+        if not calls:
+            return RankList()
+        return self.select(lambda other: other is not rank and all(
+            is_missing(other, call) for call in calls))
 
     @cached_property
-    def left(self):
+    def waiting(self) -> RankList:
         """Those that wait for others, did so at their end, or lost them."""
-        return self.those(
-            lambda rank: rank.ending == "lost" or rank.aborted or (
+        return self.select(
+            lambda rank: rank.ending == "lost" or rank.was_aborted or (
                 rank.waits and rank.ending in (
                     "runs", "stopped", "gone", "silent")))
 
-    def keeps_waiting(self, rank):
-        """Those that wait for a rank, or have lost one that nobody names."""
-        return Who(other for other in self.left if other is not rank and (
-            rank in self.waits_for(other) or (
-                (other.ending == "lost" or other.aborted)
-                and not self.waits_for(other))))
+    def waiters_of(self, rank: Rank) -> RankList:
+        """Return those that wait for a rank, or have lost one that nobody
+        names.
+        """
+        found = RankList()
+        for other in self.waiting:
+            if other is rank:
+                continue
+            awaited = self.waits_for(other)
+            has_lost = other.ending == "lost" or other.was_aborted
+            if rank in awaited or (has_lost and not awaited):
+                found.append(other)
+        return found
 
 
-def is_missing(rank: Rank, call: dict) -> bool:
+def is_missing(rank: Rank, call: RankCall) -> bool:
     """Whether a rank has not come to this collective of its group."""
-    return rank.rank in call["group"] and (
-        # what it wrote before says nothing of this collective
-        rank.written >= call["time"] or bool(rank.ended)
-        ) and rank.reached.get(call["of"], -1) < call["number"]
+    if rank.rank not in (call["group"] or ()):
+        return False
+    if rank.written < call["time"] and not rank.ended:
+        return False  # what it wrote before says nothing of this collective
+    return rank.last_numbers.get(call["of"], -1) < call["number"]
 
 
-def find_frames(text):
-    """The frames of a traceback, or of faulthandler's dump, as printed."""
+def find_frames(text: str) -> list[list[Any]]:
+    """Return the frames of a traceback, or of faulthandler's dump, as they
+    are printed.
+    """
     return [[file, int(line), name] for file, line, name in
             re.findall(r'File "(.*)", line (\d+),? in (.*)', text)]
 
 
 def last_thread(text: str) -> str:
-    """Of faulthandler's dump, the main thread: it names the newest first."""
+    """Return the main thread of faulthandler's dump, which names the newest
+    first.
+    """
     parts = [part for part in re.split(
         r"\n(?=Thread |Current thread |Stack )", text) if 'File "' in part]
     return parts[-1] if parts else ""
 
 
-def main_thread(text):
-    """Of faulthandler's dump, the thread that was running."""
+def main_thread(text: str) -> str:
+    """Return the thread of faulthandler's dump that was running."""
     parts = re.split(r"\n(?=Thread |Current thread |Stack )", text)
     # a signal that a library's thread got says nothing of Python's line
     return next((part for part in parts if 'File "' in part and part.lstrip(

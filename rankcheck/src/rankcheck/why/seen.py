@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rankcheck.engine.findings import Finding
 from rankcheck.system.sources import NAMED, SCRIPT
+from rankcheck.why.process_record import Call, Ended
 from rankcheck.why.ranks import (
     SOON,
+    Job,
     Place,
     Rank,
-    Who,
+    RankList,
+    RankNumbers,
     find_frames,
     main_thread,
 )
@@ -20,138 +25,186 @@ from rankcheck.why.ranks import (
 MOST = 16  # ranks of a group that are named
 
 
-def with_status(ranks):
-    """How these have ended, which is not known after `raise SystemExit`."""
-    return "with status 0" if all(
-        rank.ended["status"] == 0 for rank in ranks) else (
-        "with a status that is not known")
+def with_status(ranks: Iterable[Rank]) -> str:
+    """Return how these have ended; unknown after `raise SystemExit`."""
+    if all((rank.ended or {}).get("status") == 0 for rank in ranks):
+        return "with status 0"
+    return "with a status that is not known"
 
 
-def describe_call(call):
-    """For example `all_reduce of float [4] in line 41 of train.py: ...`."""
+def describe_call(call: Call) -> str:
+    """Return for example `all_reduce of float [4] in line 41 of train.py: x`.
+    """
+    words = call["call"]
     sizes = " and ".join(f"{kind.lower()} {size}" for kind, size in zip(
         call["types"][:2], call["sizes"]))
-    return (call["call"] + (f" of {sizes}" if sizes else "") + (
-        f" with root {call['root']}" if call.get("root") is not None else ""
-        ) + (f" in {Place(*call['line'])}" if call["line"] else ""))
+    if sizes:
+        words += f" of {sizes}"
+    root = call.get("root")
+    if root is not None:
+        words += f" with root {root}"
+    if call["line"]:
+        words += f" in {Place(*call['line'])}"
+    return words
 
 
-def describe_wait(rank):
-    """In what it waits, and where."""
+def describe_wait(rank: Rank) -> str:
+    """Return in what it waits, and where."""
     return f"waits in {name_wait(rank)}, in {rank.place}"
 
 
 def name_wait(rank: Rank) -> str:
-    """The message, the collective or the function in which it waits."""
+    """Return the message, the collective or the function in which it waits."""
     if rank.message:
-        peer = rank.message["peer"]
-        return rank.message["call"] + (
-            "" if peer is None else f" for rank {peer}")
-    if rank.awaited:
-        call = rank.pending
+        words = rank.message["call"]
+        if rank.message["peer"] is not None:
+            words += f" for rank {rank.message['peer']}"
+        return words
+    call = rank.current_call
+    if rank.awaited_calls and call:
         name = f"{call['call']}, collective {call['number']} of group "
         return name + describe_group(call, rank.world_size)
-    if not rank.joined and rank.inside("init_process_group"):
+    if not rank.joined and rank.has_frame("init_process_group"):
         return "init_process_group"
     return rank.sources.find_wait(rank.stack)
 
 
-def describe_group(call: dict, world_size: int | None) -> str:
-    """A group's name, with its ranks, unless these are all or too many."""
-    ranks = call["group"]
+def describe_group(call: Call, world_size: int | None) -> str:
+    """Return a group's name, with its ranks unless these are all or too many.
+    """
+    ranks = call["group"] or []
     if len(ranks) == world_size or len(ranks) > MOST:
         return call["name"]
     return f"{call['name']} (ranks {', '.join(map(str, ranks))})"
 
 
-def describe_error(rank):
-    """With which error or status, where, and the errors that followed."""
-    error, message = (rank.ended.get(name) or "" for name in
-                      ("error", "message"))
+def describe_error(rank: Rank) -> str:
+    """Return with which error or status it ended, where, and the errors that
+    followed.
+    """
+    ended: Ended = rank.ended or {}
+    error, message = ended.get("error") or "", ended.get("message") or ""
     first = message.strip().partition("\n")[0][:200]
     frames, place = find_frames(message), rank.place
     if frames:  # it quotes the traceback of another process
         first = f"{first} {message.strip().splitlines()[-1][:200]}"
         place = rank.find_place(frames)
-    then = ""
-    for stack, words in rank.ended.get("then", ()):
-        then += f"; then {words}"
+    launcher_says = bool(ended.get("told")) and not frames
+    words = ""
+    if not launcher_says and place.file != "?":
+        words += f", in {place}"
+    if error:
+        words += f", with {error}: {first}"
+    else:
+        words += f", with status {ended['status']!r}"
+        if launcher_says:
+            words += ", as the launcher says"
+    for stack, text in ended.get("then", ()):
+        words += f"; then {text}"
         if stack:  # one that a group holds may never have been raised
-            then += f", in {rank.find_place(stack)}"
-    told = bool(rank.ended.get("told")) and not frames
-    return (f", in {place}" * (not told and place.file != "?") + ", with " + (
-        f"{error}: {first}" if error else f"status {rank.ended['status']!r}"
-        + ", as the launcher says" * told) + then)
+            words += f", in {rank.find_place(stack)}"
+    return words
 
 
-def describe(rank):
-    """Where a rank is, since when, and whether it waits or works."""
-    since = f" for {rank.in_line:.0f} s" if rank.in_line >= SOON / 2 else ""
-    where = describe_wait(rank) if rank.waits else f"is in {rank.place}" + (
-        f" (in {rank.stack[-1][2]} of {Path(rank.stack[-1][0]).name})"
-        if rank.stack and [*rank.place] not in (
-            rank.stack[-1], ["?", 0, "?"]) else "")
-    if rank.mute:
-        return f"has not answered since {rank.heard}"
+def describe(rank: Rank) -> str:
+    """Return where a rank is, since when, and whether it waits or works."""
+    if rank.is_unresponsive:
+        return f"has not answered since {rank.last_report}"
     if rank.ending == "done":
-        return f"ended {with_status([rank])}" + (
-            "; the process still runs" * bool(rank.alive))
-    if rank.ending in ("lost", "error"):
-        return ("ended" if rank.ending == "error" else "lost the others"
-                ) + describe_error(rank)
-    if not rank.runs:
-        return {
-            "stopped": f"was told to end by {rank.signal}, " + re.sub(
-                "^waits", "waiting", where.removeprefix("is ")),
-            "killed": f"was ended by {rank.signal}, {describe_kill(rank)}",
-            "gone": "is gone, and nothing says how; last wrote at "
-                    f"{rank.heard}{say_oom([rank])}"}[rank.ending]
+        words = f"ended {with_status([rank])}"
+        if rank.alive:
+            words += "; the process still runs"
+        return words
+    if rank.ending == "error":
+        return f"ended{describe_error(rank)}"
+    if rank.ending == "lost":
+        return f"lost the others{describe_error(rank)}"
+    if rank.ending == "stopped":
+        where = re.sub("^waits", "waiting",
+                       describe_place(rank).removeprefix("is "))
+        return f"was told to end by {rank.signal}, {where}"
+    if rank.ending == "killed":
+        return f"was ended by {rank.signal}, {describe_kill(rank)}"
+    if rank.ending == "gone":
+        return (f"is gone, and nothing says how; last wrote at "
+                f"{rank.last_report}{say_oom([rank])}")
+    return "; ".join(list_activities(rank))
+
+
+def describe_place(rank: Rank) -> str:
+    """Return in which line it waits or is, and in which function of others.
+    """
+    if rank.waits:
+        return describe_wait(rank)
+    words = f"is in {rank.place}"
+    if rank.stack:
+        frame = [*rank.stack[-1]]
+        if [*rank.place] not in (frame, ["?", 0, "?"]):
+            words += f" (in {frame[2]} of {Path(frame[0]).name})"
+    return words
+
+
+def list_activities(rank: Rank) -> list[str]:
+    """Return what a rank that runs does, and where."""
+    where = describe_place(rank)
     if not rank.answers:
         where = "has imported neither torch nor mpi4py"
-    words = [where + since + ", after the end of its script" * rank.over]
-    if rank.still - rank.in_line >= SOON:  # a loop, also of messages of gloo
+    is_idle = rank.seconds_in_line >= SOON / 2
+    if is_idle:
+        where += f" for {rank.seconds_in_line:.0f} s"
+    if rank.script_ended:
+        where += ", after the end of its script"
+    words = [where]
+    # a loop, also of messages of gloo
+    if rank.idle_seconds - rank.seconds_in_line >= SOON:
         words.append("goes round in places where it has been before for "
-                     f"{rank.still:.0f} s")
+                     f"{rank.idle_seconds:.0f} s")
     if rank.handles:
         words.append(describe_handled(rank))
-    works, idle = describe_work(rank)
-    if works:
-        words.append("works: " + ", ".join(works))
-    elif rank.mpi and since and not rank.waits:
+    activity = describe_work(rank)
+    if activity.working:
+        words.append(f"works: {', '.join(activity.working)}")
+    elif rank.uses_mpi and is_idle and not rank.waits:
         words.append("whether it computes or waits for a message of MPI "
                      "(requests, files, windows) is not known")
+    elif not rank.waits and rank.computes:
+        words.append("computes, reads or writes")
     elif not rank.waits:
-        words += ["computes, reads or writes"] if rank.computes else idle
-    if rank.pending and not rank.waits:
-        words.append(f"{rank.pending['call']}, collective "
-                     f"{rank.pending['number']}, has not ended")
+        words += activity.idle
+    if rank.current_call and not rank.waits:
+        words.append(f"{rank.current_call['call']}, collective "
+                     f"{rank.current_call['number']}, has not ended")
     if not rank.waits:
         words += describe_waiting_threads(rank)
-    if rank.nested:
+    if rank.started_ranks:
         words.append("the ranks of a job that it has started: "
-                     f"[{describe_each(rank.nested)}]")
+                     f"[{describe_each(rank.started_ranks)}]")
     if rank.connecting:
         words.append(f"gets no answer from {rank.connecting[0]}")
-    elif rank.answer and rank.meets:
-        words.append(f"{rank.address}: {rank.answer}")
-    return "; ".join(words)
+    elif rank.master_problem and rank.is_joining:
+        words.append(f"{rank.address}: {rank.master_problem}")
+    return words
 
 
 def describe_waiting_threads(rank: Rank) -> list[str]:
-    """Its threads that wait for other ranks, while its main one does not."""
+    """Return which of its threads wait for other ranks, while its main one
+    does not.
+    """
     found = []
-    for name, number, stack in rank.threads or ():
-        wait = rank.sources.find_wait(stack)
-        if wait and number != rank.pid:
-            place, words = rank.find_place(stack), ""
-            if rank.sources.owner(place.file) in NAMED:
-                words = f", in {place}"
-            found.append(f"its thread {name} waits in {wait}{words}")
+    for thread in rank.other_threads:
+        wait = rank.sources.find_wait(thread.stack)
+        if not wait:
+            continue
+        words = f"its thread {thread.name} waits in {wait}"
+        place = rank.find_place(thread.stack)
+        if rank.sources.owner(place.file) in NAMED:
+            words += f", in {place}"
+        found.append(words)
     return found
 
 
 def describe_handled(rank: Rank) -> str:
-    """The error which led to where it is, in `except` or `finally`."""
+    """Return the error which led to where it is, in `except` or `finally`."""
     if not rank.handles:
         return ""
     error, stack = rank.handles
@@ -159,13 +212,14 @@ def describe_handled(rank: Rank) -> str:
 
 
 def describe_kill(rank: Rank) -> str:
-    """Where a signal met it, or when it was seen last."""
-    if not (rank.crash or rank.aborted):
-        return f"as the launcher says; last wrote at {rank.heard}"
+    """Return where a signal met it, or when it was seen last."""
+    if not (rank.crash or rank.was_aborted):
+        return f"as the launcher says; last wrote at {rank.last_report}"
     words = f"in {rank.place}"
-    if not rank.aborted:
+    if not rank.was_aborted:
         return words
-    if wait := name_wait(rank):
+    wait = name_wait(rank)
+    if wait:
         words += f", waiting in {wait}"
     caller = rank.find_place(find_frames(main_thread(rank.last))[::-1])
     if caller[:2] != rank.place[:2] and caller.line and (
@@ -174,88 +228,120 @@ def describe_kill(rank: Rank) -> str:
     return words
 
 
-def describe_work(rank):
-    """(what works of what it has started, what of it is idle), as texts."""
-    works, idle = [], []
+@dataclass(frozen=True)
+class Activity:
+    """What a rank has started, as texts, at most three of each."""
+
+    working: list[str]
+    idle: list[str]
+
+
+def describe_work(rank: Rank) -> Activity:
+    """Return what works of what a rank has started, and what does not."""
+    states = {"Z": "has ended", "T": "is stopped"}
+    working, idle = [], []
     for work in rank.work:
-        kind, pid, name, state, worked, line = work
-        name = f"{kind} {name if kind == 'thread' else f'{pid} ({name})'}"
-        if pid == rank.pid:
+        if work.number == rank.pid:
             continue
-        if worked:
-            works.append(name + (f", in {Place(*line)}" if line else ""))
-        elif kind == "process":
-            idle.append(f"its {name} " + {
-                "Z": "has ended", "T": "is stopped"}.get(
-                    state, "does not work"))
-        elif work in rank.helpers:
-            idle.append(f"its {name} is in {Place(*line)}")
+        name = f"{work.kind} {work.number} ({work.name})"
+        if work.kind == "thread":
+            name = f"thread {work.name}"
+        if work.has_worked:
+            if work.line:
+                name += f", in {Place(*work.line)}"
+            working.append(name)
+        elif work.kind == "process":
+            state = states.get(work.state, "does not work")
+            idle.append(f"its {name} {state}")
+        elif work.line and work in rank.helpers:
+            idle.append(f"its {name} is in {Place(*work.line)}")
     idle.sort(key=lambda words: not words.endswith("ended"))
-    return works[:3], idle[:3]
+    return Activity(working[:3], idle[:3])
 
 
-def say_oom(ranks):
-    """How often the kernel says that it has ended something on their node."""
+def say_oom(ranks: Iterable[Rank]) -> str:
+    """Return how many processes of their node the kernel says that it has
+    ended; "" if none.
+    """
     kills = max((rank.oom_kills for rank in ranks), default=0)
+    if not kills:
+        return ""
     return (f"; meanwhile the kernel of that node ended {kills} process(es), "
-            "of any job, for lack of memory") if kills else ""
+            "of any job, for lack of memory")
 
 
-def describe_each(ranks):
-    """The same of several, with those together of which it is the same."""
-    groups = defaultdict(Who)
+def describe_each(ranks: Iterable[Rank]) -> str:
+    """Describe several, with those together of which it is the same."""
+    groups: defaultdict[str, RankList] = defaultdict(RankList)
     for rank in ranks:
         groups[describe(rank)].append(rank)
-    return "; ".join(f"{who:{verb}} {more}" for words, who in groups.items()
-                     for verb, more in [words.split(" ", 1)])
+    texts = []
+    for words, members in groups.items():
+        verb, rest = words.split(" ", 1)
+        texts.append(f"{members:{verb}} {rest}")
+    return "; ".join(texts)
 
 
-def say_places(ranks: list[Rank]) -> str:
-    """In which line they are, or in which lines who of them is."""
-    places: dict[Place, Who] = defaultdict(Who)
+def say_places(ranks: Sequence[Rank]) -> str:
+    """Return in which line they are, or in which lines who of them is."""
+    places: defaultdict[Place, RankList] = defaultdict(RankList)
     for rank in ranks:
         places[rank.place].append(rank)
     if len(places) == 1:
         return f"in {ranks[0].place}"
-    return " and ".join(f"{who} in {place}" for place, who in places.items())
+    return " and ".join(
+        f"{members} in {place}" for place, members in places.items())
 
 
-def report(job):
-    """What is seen of them, where no fault is proven."""
-    awaited = job.those(lambda rank: not rank.waits and any(
-        rank in job.waits_for(other) for other in job.left))
-    others = Who(rank for rank in job.left
-                 if rank.runs and {*job.waits_for(rank)} & {*awaited})
-    ended = Who(rank for rank in job.aborted
-                if {*job.waits_for(rank)} & {*awaited})
-    late = awaited or job.those(lambda rank: rank.mute)
-    unseen = Who(sorted({*range(job.first.world_size or 0)}
-                        - {rank.rank for rank in job.ranks}))
-    if others and not job.by["lost"]:
-        text = (f"{describe_each(awaited)}; {others:waits} for "
-                f"{'them' if awaited[1:] else 'it'}, {say_places(others)}")
-    elif ended and not job.by["lost"]:
-        text = (f"{describe_each(awaited)}; {ended:was} aborted, as by a "
-                f"watchdog, while waiting for "
-                f"{'them' if awaited[1:] else 'it'}: {describe_each(ended)}")
-    elif unseen and job.meeting:
-        text = (f"{unseen:has} left no evidence here, of "
-                f"{job.first.world_size}; {job.meeting:has} waited in "
-                f"init_process_group for {job.meeting[0].still:.0f} s")
-    elif len(job.by["done"]) == len(job.ranks):
-        who = f"{job.ranks:has}" if unseen else "all ranks have"
-        text = f"{who} ended {with_status(job.ranks)}"
-    elif all(rank.runs and not rank.mute and rank.still < SOON
-             for rank in job.ranks):
-        text = f"no rank has stood still for {SOON} s"
-    else:
-        text = describe_each(job.ranks)
-    off = job.those(lambda rank: rank.switched_off and rank.joined
-                    and not rank.mpi and not rank.calls)
-    if off:
-        text += (f"; {off:has} kept no record of collectives, as "
-                 f"{off[0].switched_off}=0 switches it off: start it again "
-                 "without that variable")
-    return Finding("ok", [text], [
-        f"py-spy dump --native --pid {late[0].pid}, on {late[0].host}"
-        if late and (late[0].runs or late[0].mute) else ""], ranks=[*late])
+def report(job: Job) -> Finding:
+    """Return what is seen of them, where no fault is proven."""
+    awaited = job.select(lambda rank: not rank.waits and any(
+        rank in job.waits_for(other) for other in job.waiting))
+    late = awaited or job.select(lambda rank: rank.is_unresponsive)
+    text = describe_job(job, awaited)
+    unrecorded = job.select(
+        lambda rank: rank.switched_off and rank.joined
+        and not rank.uses_mpi and not rank.calls)
+    if unrecorded:
+        text += (f"; {unrecorded:has} kept no record of collectives, as "
+                 f"{unrecorded[0].switched_off}=0 switches it off: start it "
+                 "again without that variable")
+    advice = ""
+    if late and (late[0].runs or late[0].is_unresponsive):
+        advice = f"py-spy dump --native --pid {late[0].pid}, on {late[0].host}"
+    return Finding("ok", [text], [advice], ranks=[*late])
+
+
+def describe_job(job: Job, awaited: RankList) -> str:
+    """Return where the ranks are, those first that matter most.
+
+    Args:
+        awaited: those that do not wait, and for whom others do.
+    """
+    has_lost = bool(job.by_ending["lost"])
+    waiting = RankList(rank for rank in job.waiting
+                       if rank.runs and {*job.waits_for(rank)} & {*awaited})
+    aborted = RankList(rank for rank in job.aborted_ranks
+                       if {*job.waits_for(rank)} & {*awaited})
+    world_size = job.first_rank.world_size
+    unseen = RankNumbers(sorted({*range(world_size or 0)}
+                                - {rank.rank for rank in job.ranks}))
+    pronoun = "them" if len(awaited) > 1 else "it"
+    if waiting and not has_lost:
+        return (f"{describe_each(awaited)}; {waiting:waits} for {pronoun}, "
+                f"{say_places(waiting)}")
+    if aborted and not has_lost:
+        return (f"{describe_each(awaited)}; {aborted:was} aborted, as by a "
+                f"watchdog, while waiting for {pronoun}: "
+                f"{describe_each(aborted)}")
+    if unseen and job.joining:
+        return (f"{unseen:has} left no evidence here, of {world_size}; "
+                f"{job.joining:has} waited in init_process_group for "
+                f"{job.joining[0].idle_seconds:.0f} s")
+    if len(job.by_ending["done"]) == len(job.ranks):
+        subject = f"{job.ranks:has}" if unseen else "all ranks have"
+        return f"{subject} ended {with_status(job.ranks)}"
+    if all(rank.runs and not rank.is_unresponsive
+           and rank.idle_seconds < SOON for rank in job.ranks):
+        return f"no rank has stood still for {SOON} s"
+    return describe_each(job.ranks)
