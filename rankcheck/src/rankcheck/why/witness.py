@@ -293,7 +293,7 @@ class Witness:
         with self.lock:
             if self.ended is None:
                 ended: Ended = {"status": status, "time": time.time()}
-                if status and find_error() is not None:
+                if status:
                     add_error(ended, find_error())
                 self.ended = ended
                 # where no file can be opened any more, and no byte is left
@@ -512,8 +512,10 @@ def add_question(file: Path) -> str:
     return question
 
 
-def add_error(ended: Ended, error: BaseException) -> None:
+def add_error(ended: Ended, error: BaseException | None) -> None:
     """Add the error with which a script ended, and those that led to it."""
+    if error is None:
+        return
     first, *later = chain(error)
     ended["error"] = type(first).__name__
     ended["message"] = launchers.read_message(first)
