@@ -322,9 +322,9 @@ def judge_messages(group: str, members: list[int],
                    and members[other.peer] == rank]
         if answers:
             continue
+        direction = "to" if call.operation == "send" else "from"
         text = (f"rank {rank} waits in {call.operation} of group {group}, "
-                f"{'to' if call.operation == 'send' else 'from'} rank {peer}"
-                f"{call.place}")
+                f"{direction} rank {peer}{call.place}")
         if peer not in calls:
             text += f"; rank {peer} has left no dump"
         else:
@@ -359,7 +359,8 @@ def describe(dumps: list[Dump], findings: list[DumpFinding]) -> list[str]:
     for found in sorted(findings, key=lambda one: not one.kind):
         lines.append(f"{found.kind or 'no fault is proven'}: {found.text}")
         if found.advice:
-            lines.append(f"{'fix' if found.kind else 'look'}: {found.advice}")
+            label = "fix" if found.kind else "look"
+            lines.append(f"{label}: {found.advice}")
     if not findings:
         lines.append("no fault is proven: no collective waits in any group")
     lines.append("dumps say nothing of what ranks do beside their "

@@ -215,9 +215,11 @@ class Witness:
     Attributes:
         script: the frame of the script itself; None before it has begun.
         thread: the system's number of the thread that watches; None before.
-        still: seconds without a move of the main thread.
-        stays: seconds in which the script's line was the same.
-        seen: hashes of the places where the main thread was since `progress`.
+        idle_seconds: since the main thread has moved.
+        line_seconds: since the script came to its line.
+        places: hashes of those where the main thread was since `progress`.
+        progress: of its collectives, as calls.progress() returns it.
+        script_ended: whether the script has ended, and the process has not.
         asked: the questions that are answered.
     """
 
@@ -241,13 +243,13 @@ class Witness:
             "network": os.path.basename(
                 os.path.realpath("/proc/self/ns/net")),
             "oom_before": proc.count_oom_kills()}
-        self.still: float = 0
-        self.stays: float = 0
+        self.idle_seconds: float = 0
+        self.line_seconds: float = 0
         self.line: Sequence[Any] | None = None
-        self.seen: set[int] = set()
+        self.places: set[int] = set()
         self.progress: list[str] | None = None
         self.script: FrameType | None = None
-        self.over = False
+        self.script_ended = False
         self.thread: int | None = None
         self.ended: Ended | None = None
         self.asked = ""
@@ -340,20 +342,20 @@ class Witness:
             # not the time in which the process itself was stopped
             passed = min(now - before, 2 * POLL)
             if self.has_left_line():
-                self.stays = 0
+                self.line_seconds = 0
             else:
-                self.stays += passed
+                self.line_seconds += passed
             if self.has_moved():
-                self.still, wait = 0, STILL
+                self.idle_seconds, wait = 0, STILL
             else:
-                self.still += passed
+                self.idle_seconds += passed
             self.note_end()
-            if self.still > wait:
+            if self.idle_seconds > wait:
                 with contextlib.suppress(OSError):  # for example a full disk
                     add_question(self.ask)
             asked = proc.read_text(self.ask)
             if asked != self.asked:
-                self.asked, wait = asked, 2 * max(wait, self.still)
+                self.asked, wait = asked, 2 * max(wait, self.idle_seconds)
                 self.write()  # at once: on a busy node the rest takes long
                 self.write(lines=True)
 
@@ -364,11 +366,11 @@ class Witness:
         place = hash(tuple((frame.f_code.co_filename, frame.f_lasti)
                            for frame in self.frames()))
         progress = calls.progress()
-        if progress != self.progress or len(self.seen) > PLACES:
-            self.seen.clear()
+        if progress != self.progress or len(self.places) > PLACES:
+            self.places.clear()
         self.progress = progress
-        known = place in self.seen
-        self.seen.add(place)
+        known = place in self.places
+        self.places.add(place)
         return not known
 
     def has_left_line(self) -> bool:
@@ -384,7 +386,7 @@ class Witness:
         yet to end.
         """
         if self.script is not None and self.script not in self.frames():
-            self.over = True
+            self.script_ended = True
             if not self.is_complete() and find_error() is not None:
                 self.end(1)
 
@@ -443,7 +445,7 @@ class Witness:
         return threads
 
     def find_callee(self) -> str | None:
-        """What the main thread's innermost frame is calling, or None."""
+        """Return what the main thread's innermost frame calls, or None."""
         frame = next(self.frames(), None)
         return None if frame is None else sources.find_callee(frame)
 
@@ -464,8 +466,9 @@ class Witness:
         record: ProcessRecord = {
             **self.at_begin, **watched, "rank": rank, "world_size": size,
             "master": [address, port],
-            "written": time.time(), "still": self.still, "over": self.over,
-            "stays": self.stays, "ended": None,
+            "written": time.time(), "still": self.idle_seconds,
+            "stays": self.line_seconds, "over": self.script_ended,
+            "ended": None,
             # who does not look yet, does not see it move either
             "stack": self.look() if self.thread else [],
             "callee": self.find_callee() if self.thread else None,
@@ -538,7 +541,8 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def find_earlier(error: BaseException) -> BaseException | None:
-    """The error that led to this one; of a group, the first one inside."""
+    """Return the error that led to this one; of a group, the first one inside.
+    """
     inside = getattr(error, "exceptions", None)
     # as a backport for older Pythons calls it, too
     if inside and any(kind.__name__ == "BaseExceptionGroup"
