@@ -727,7 +727,7 @@ def test_files_of_ones_own_are_no_evidence(text, tmp_path):
         (tmp_path / name).write_text(text)
     os.mkfifo(tmp_path / "a-1.json")
     with pytest.raises(UserError, match="no rank has been seen"):
-        command.why(str(tmp_path))
+        command.why(command.Request(str(tmp_path)))
 
 
 def test_a_rank_that_only_its_launcher_has_seen(tmp_path):

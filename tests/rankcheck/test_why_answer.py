@@ -247,7 +247,7 @@ def test_what_is_a_hang(changes, hangs):
 
 def test_a_rank_that_does_not_answer_hangs_once_it_was_asked(tmp_path):
     """What it did before nobody knows: it has to be silent for so long."""
-    rank = Rank({**vars(make_rank(0)), "asked": "5\n"}, True, False)
+    rank = Rank({**make_rank(0).record, "asked": "5\n"}, True, False)
     now = time.time_ns()
     for ago, hangs in ((30, True), (3, False)):
         asked = f"5\n{now - ago * 10**9}\n{now}\n"

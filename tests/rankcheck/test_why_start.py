@@ -420,5 +420,5 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, capsys):
     (tmp_path / "ask").mkdir()  # root may write to any file
     with pytest.raises(UserError, match=r"cannot be written to .*\nfix: .*\n"
                        r".*\n  rank 0 on .*, then in line 3 of x.py"):
-        command.why(str(tmp_path))
+        command.why(command.Request(str(tmp_path)))
     assert capsys.readouterr().out == ""

@@ -54,11 +54,23 @@ def add_arguments(parser: Parser) -> None:
                         "(%(default)s)")
 
 
+RUNS = Path("runs")  # where a job's folder is looked for by its number
+
+
+def describe_nothing(folder: Path) -> str:
+    return ""
+
+
+def explain_nothing(folder: Path) -> Iterable[str]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Request:
     """What is asked, and by whom.
 
     Attributes:
+        target: a run's folder, or a job's id; None: what was started last.
         runs: where a job's folder is looked for by its number.
         describe_run: says in a line how the run in a folder was started.
         explain_speed: says in several what its steps' time goes to; both say
@@ -68,17 +80,20 @@ class Request:
     target: str | None
     as_json: bool = False
     stacks: bool = False
-    runs: Path = Path("runs")
-    describe_run: Callable[[Path], str] = lambda folder: ""
-    explain_speed: Callable[[Path], Iterable[str]] = lambda folder: ()
+    runs: Path = RUNS
+    describe_run: Callable[[Path], str] = describe_nothing
+    explain_speed: Callable[[Path], Iterable[str]] = explain_nothing
 
 
-def main(args: Namespace, **options: Any) -> int:
+def main(args: Namespace, runs: Path = RUNS,
+         describe_run: Callable[[Path], str] = describe_nothing,
+         explain_speed: Callable[[Path], Iterable[str]] = explain_nothing
+         ) -> int:
     """Answer a command line; returns 2 if there is nothing to see.
 
     Args:
-        args: of `add_arguments`; of the notebooks' cells, `job` alone.
-        options: as `Request` has them.
+        args: of `add_arguments`; other callers may leave out all but `job`.
+        runs, describe_run, explain_speed: as `Request` has them.
     """
     given = vars(args)
     try:
@@ -92,8 +107,9 @@ def main(args: Namespace, **options: Any) -> int:
         if given.get("on_hang") is not None:
             raise UserError("--on-hang belongs to a start: rankcheck why run "
                             "--on-hang COMMAND -- torchrun ...")
-        return why(args.job, as_json=given.get("json", False),
-                   stacks=given.get("stacks", False), **options)
+        return why(Request(
+            args.job, given.get("json", False), given.get("stacks", False),
+            runs, describe_run, explain_speed))
     except UserError as error:
         if given.get("json"):
             candidates = []
@@ -106,16 +122,13 @@ def main(args: Namespace, **options: Any) -> int:
         return 2
 
 
-def why(target: str | None, **options: Any) -> int:
+def why(request: Request) -> int:
     """Print the answer; returns the exit status, 1 if a fault is proven.
-
-    Args:
-        target, options: as `Request` has them.
 
     Raises:
         UserError: if there is nothing to see.
     """
-    request = Request(target, **options)
+    target = request.target
     files = dumps.find_files(target) if target else {}
     if files:
         return answer_dumps(files, request)
