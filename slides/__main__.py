@@ -24,7 +24,7 @@ def main():
     kind.add_argument("--markdown", action="store_true", help="instead, "
                       "write what the repository keeps: the decks in "
                       "Markdown, the figures, the table in "
-                      "slides/README.md")
+                      "slides/README.md, the pages in docs/lessons/")
     args = parser.parse_args()
     try:
         from slides import build, text

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import UserError, require
-from slides import figures, text
+from slides import figures, lessons, text
 
 SLIDES = text.SLIDES
 MARP = SLIDES / "node_modules" / ".bin" / "marp"
@@ -120,7 +120,10 @@ def embed(markdown):
 
 
 def documents():
-    """{path: text} of what the repository keeps: decks, figures, a table."""
+    """{path: text} of what the repository keeps.
+
+    These are the decks, the figures, a table, and the lessons' pages.
+    """
     decks = {name: text.write(name) for name in text.DECKS}
     found = {SLIDES / f"{name}.md": deck for name, deck in decks.items()}
     found |= {SLIDES / "svg" / f"{name}.svg": figures.draw(name)
@@ -129,7 +132,7 @@ def documents():
     head, mark, _ = readme.read_text("utf-8").partition(PLAN)
     require(mark, f"slides/README.md has no line {PLAN}")
     found[readme] = f"{head}{mark}\n\n{coverage(decks)}\n"
-    return found
+    return found | lessons.pages()
 
 
 def coverage(written):
@@ -160,6 +163,7 @@ def write_documents():
     """Write what the repository keeps; returns the paths that changed."""
     changed, found = [], documents()
     (SLIDES / "svg").mkdir(exist_ok=True)
+    lessons.PAGES.mkdir(exist_ok=True)
     for path in sorted({*(SLIDES / "svg").glob("*.svg")} - found.keys()):
         print(f"{path} is not made any more: remove it, if it is not yours")
     for path, new in found.items():

@@ -296,8 +296,16 @@ def answer(stage, words):
 
 
 def diff(stage, words):
-    """A change, as a block of a diff; each of its parts says where it is."""
-    lesson, chosen, out = load_lesson(stage), number(stage, words), []
+    """The change whose title has these words, as a block of a diff."""
+    return diff_of(stage, number(stage, words))
+
+
+def diff_of(stage, chosen):
+    """Return a change as a block of a diff; each part says where it is.
+
+    chosen: the change's number, from 1.
+    """
+    lesson, out = load_lesson(stage), []
     for piece in lesson.pieces:
         if piece.change != chosen - 1:
             continue

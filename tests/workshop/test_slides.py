@@ -19,7 +19,7 @@ from conftest import needs
 from backstage import ROOT
 from backstage.errors import UserError
 from backstage.flags import parse
-from slides import build, figures, schedules, text
+from slides import build, figures, lessons, schedules, text
 from workshop import __main__ as tools
 from workshop.check.questions import QUESTIONS
 from workshop.stages import LESSONS
@@ -51,8 +51,23 @@ def test_what_the_repository_keeps_is_up_to_date():
             new, old = map(figures.describe, (new, old))  # any version
         assert old == new, f"{path}: run `python -m slides --markdown`"
     kept = {*(ROOT / "slides" / "svg").glob("*"),
-            *(ROOT / "slides").glob("*.md")}
+            *(ROOT / "slides").glob("*.md"),
+            *(ROOT / "docs" / "lessons").glob("*")}
     assert kept == expected.keys()
+
+
+def test_a_lessons_page_shows_every_line_that_changes():
+    for stage in LESSONS:
+        page = lessons.page(stage)
+        rows = "\n".join(re.findall(r"```diff\n(.*?)```", page, re.S))
+        counts = tuple(len(re.findall(rf"^{re.escape(sign)}.*\S", rows, re.M))
+                       for sign in "-+")
+        assert counts == text.changed_lines(stage), stage
+        assert page.count("<details>") == page.count("**Predict") > 0
+        assert "**Answer" not in page
+    change, = re.findall(r"^## 10\. .*?(?=^## )", lessons.page("ddp"),
+                         re.M | re.S)
+    assert "no_sync()" in change.partition("```diff")[2]
 
 
 @pytest.mark.parametrize("length", text.LENGTHS)
