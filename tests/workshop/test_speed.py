@@ -85,4 +85,4 @@ def test_what_is_normal_is_what_was_published(device, counts):
     kept = published_efficiency(device, "16")
     *most, last = (f"{kept[number]:.0%}" for number in counts)
     assert f"{', '.join(most)} and {last}" in " ".join(
-        (ROOT / "docs" / "why.md").read_text().split())
+        (ROOT / "docs" / "troubleshooting.md").read_text().split())
