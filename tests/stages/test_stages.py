@@ -70,7 +70,7 @@ def test_runs_of_a_new_stage_are_drawn_in_its_colour(clone):
 def test_a_new_stage_is_checked(clone):
     workshop(clone, "reset", "other")
     said = workshop(clone, "check", "other")
-    assert "Right: 1 and 2 processes compute" in said
+    assert "Correct on 1 and 2 processes" in said
     said = workshop(clone, "script", "other")
     assert said.startswith(f"{clone}/code/train_gpt2.py\n")
 

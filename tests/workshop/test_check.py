@@ -65,7 +65,7 @@ def test_a_script_of_the_table(case):
     ("ddp", "Ask the launcher", "name 'local_rank' is not defined"),
     ("ddp", "Average the losses", "the logged loss of step 0"),
     # it sends more, and is right
-    ("ddp", "Reduce the gradients", "Right, as far as 2 processes show it")])
+    ("ddp", "Reduce the gradients", "Correct on 2 processes.")])
 def test_one_change_alone(tmp_path, capsys, monkeypatch, stage, title, says):
     """The script of the stage before, with all other changes made."""
     seen = []
@@ -77,7 +77,7 @@ def test_one_change_alone(tmp_path, capsys, monkeypatch, stage, title, says):
     right = check(stage, script, change=number)
     out = capsys.readouterr().out
     assert says in out and f"Change {number} ({title}" in out
-    assert right == ("Right" in out) and script.read_text() == before
+    assert right == ("Correct" in out) and script.read_text() == before
     assert [name for name, _ in seen] == [  # it is not the whole check
         f"{stage} {number}"] * right
 
@@ -86,7 +86,7 @@ def test_a_change_that_is_made_or_not_there(tmp_path, capsys):
     script = edited(tmp_path, "ddp", HANG)
     made, last = number_of("ddp", "Wrap"), len(documents.load("ddp"))
     assert check("ddp", script, change=made)
-    assert f"Change {made} is made as the" in capsys.readouterr().out
+    assert f"Change {made} is made as in the" in capsys.readouterr().out
     with pytest.raises(ours.UserError, match=f"there is no change {last + 1}"):
         check("ddp", script, change=last + 1)
 
@@ -206,12 +206,12 @@ def test_saved_during_the_check(tmp_path, temporary, capfd, monkeypatch):
         f"import os; os.system('echo \"raise SystemExit(3)\" > {script}')\n")
     assert check("ddp", script) and seen == [("ddp", data)]
     out, _ = capfd.readouterr()
-    assert "Right" in out.splitlines()[-1] and "  warn  " not in out
+    assert "Correct" in out.splitlines()[-1] and "  warn  " not in out
     rows = {line[:-30].strip(): line[-30:].split() for line in
             out.splitlines() if line.endswith(" ok") or " ok " in line[-30:]}
     assert rows["gradients are the single device's"] == ["ok"] * 4
     assert rows["checkpoint"] == ["ok"]  # the end of a long question
-    assert out.index("resumed stopped") < out.index("Right: 1, 2 and 4")
+    assert out.index("resumed stopped") < out.index("Correct on 1, 2 and 4")
     assert script.read_bytes() != data and not left_in(temporary)
 
 

@@ -105,7 +105,7 @@ def test_a_script_that_cannot_be_compared(tmp_path, capsys):
     assert not check("ddp", path)
     out = capsys.readouterr().out
     assert "rank 1 takes device 0" in out and "It is" not in out
-    assert out.rstrip().endswith("Not yet. With -v it tells all that it saw.")
+    assert out.rstrip().endswith("Not yet. Use -v for details.")
 
 
 def test_what_the_lesson_cannot_do_either_is_no_change():

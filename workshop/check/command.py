@@ -27,7 +27,7 @@ references = {}  # script -> Trial
 
 def number_or_next(text):
     if text != "next" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is no number, and not next")
+        raise argparse.ArgumentTypeError(f"{text} is no number, nor next")
     return text if text == "next" else int(text)
 
 
@@ -102,20 +102,28 @@ def make_others(stage, script, data, change, say):
     diff = Diff(stage, script, data)
     if change == "next":
         require(diff.left, "no change is left: `python -m workshop check "
-                f"{stage}` tries them all")
+                f"{stage}` checks them all")
         change = diff.left[0].number
     diff.require_change(change)
     require(not diff.other_stage(), advice(diff))
     items = [item for item in diff.left if item.number == change]
     if not items:
-        say(f"Change {change} is made as the lesson has it.")
+        say(f"Change {change} is made as in the lesson.")
         return change, None
     say(f"Change {change} ({items[0].title}) as it is in your script, "
         "with all others made:")
     data = localise.without(diff, items, diff.left)
-    require(data, "lines of yours are in the way of the other changes: "
-            f"`python -m workshop diff {stage}` shows them")
+    require(data, "your edits conflict with the other changes: `python -m "
+            f"workshop diff {stage}` shows them")
     return change, data
+
+
+def count_processes(sizes: list[str]) -> str:
+    """Return "1 process", or "1, 2 and 4 processes"."""
+    *others, last = sizes
+    if not others:
+        return f"{last} process{'' if last == '1' else 'es'}"
+    return f"{', '.join(others)} and {last} processes"
 
 
 def lines_as_in(yours, tried):
@@ -188,11 +196,9 @@ class Check:
         *others, last = dict.fromkeys(
             str(row.mesh.size) for row in self.plan.values()
             if row.kind == "whole")
-        several = last != "1"
         if right and self.change:
-            self.say(f"\nRight, as far as {last} process"
-                     f"{'es show' if several else ' shows'} it. Without a "
-                     "number, the check tries everything.")
+            self.say(f"\nCorrect on {count_processes([last])}. Without a "
+                     "number, the check covers everything.")
         elif self.change:
             tried = documents.load(bench.stage)[self.change - 1]
             self.give_reason(tried, f"Change {self.change} ({tried.title})")
@@ -200,13 +206,13 @@ class Check:
             self.localise()
         else:
             self.out.report(table=None)
-            self.say("Right: " + " and ".join(
-                part for part in (", ".join(others), last) if part)
-                + f" process{'es compute' if several else ' computes'} what "
-                "the single device computes."
-                + " Mind the warning." * self.warned)
+            verdict = (f"Correct on {count_processes([*others, last])}: the "
+                       "same training as on one device.")
+            if self.warned:
+                verdict += " See the warning above."
+            self.say(verdict)
         if not right:
-            self.say("\nNot yet." + " With -v it tells all that it saw."
+            self.say("\nNot yet." + " Use -v for details."
                      * (not self.verbose and isinstance(self.out, Terminal)))
         self.out.report(right=right)
         return right
