@@ -26,7 +26,7 @@ lock() { # a file, until this process and all that it started have ended
         # after a second the other has written who it is
         say "waiting for $(sleep 1; grep . "$1" || echo another process)," \
             "who has locked $1"
-        flock 9 2>/dev/null || say "no locks here: use one shell at a time"
+        flock 9 2>/dev/null || say "this file system has no locks: use one shell at a time"
     }
     echo "process $$ of ${USER-$UID} on $HOSTNAME" >"$1"
 }

@@ -133,10 +133,10 @@ def write_checkpoint(folder, state):
     """
     file = folder / f"step_{state['step']:08d}.pt"
     earlier = [one for one in list_checkpoints(folder) if one < file]
-    advice = ": mend that, and start again with --resume, at step 0: there is "
+    advice = ": fix this, and start again with --resume, at step 0: there is "
     advice += "no earlier checkpoint"
     if earlier:
-        advice = ": mend that, and go on with --resume from an earlier "
+        advice = ": fix this, and resume with --resume from an earlier "
         advice += f"checkpoint, {earlier[0].name}"
     write_atomically(
         file, lambda part: torch.save({"format": FORMAT, **state}, part),
@@ -155,7 +155,7 @@ def remove_old(checkpoints: list[Path]) -> None:
     if failures:
         count = len(failures)
         more = f", nor {count - 1} more" if count > 1 else ""
-        warn(f"{failures[0]}{more}: older checkpoints take up room")
+        warn(f"{failures[0]}{more}: older checkpoints still use disk space")
 
 
 def list_checkpoints(folder):
@@ -198,7 +198,7 @@ def load_first(files, flag, config, model, optimizer=None):
             except (Damaged, FileNotFoundError) as error:  # of a link
                 problem = explain(error)
                 require(file != files[-1], f"{problem}: name another {flag}")
-                warn(f"{problem}: going on from the one before it")
+                warn(f"{problem}: resuming from the previous checkpoint")
 
     file = call_on_rank_0(find)
     return file, load_checkpoint(file, verify=False)

@@ -175,7 +175,7 @@ def can_compile(device):
         x = torch.ones(64, device=device, requires_grad=True)
         torch.compile(lambda x: (x.sin() * x).sum())(x).backward()
     except Exception as error:  # a compiler can fail in many ways
-        warn("torch.compile does not work here, going on without it: "
+        warn("torch.compile does not work here, continuing without it: "
              + str(error).strip().splitlines()[0])
         return False
     return True

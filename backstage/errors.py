@@ -77,7 +77,7 @@ def parse_flags(cls, default=None, words=None, **least):
     edges = [number for number, row in enumerate(rows)
              if re.match("[╭╰]|[─-]+$", row)]  # hyphens: no UTF-8 here
     first, end, *_ = *edges, 0, 0
-    reason = " ".join(rows[first + 1:end]) or "wrong flags"
+    reason = " ".join(rows[first + 1:end]) or "invalid arguments"
     raise UserError(f"{reason[0].lower()}{reason[1:].rstrip('.')}: see --help")
 
 
@@ -192,7 +192,7 @@ def explain(error):
         return ("the device's memory is full: "
                 "try a smaller --microbatch-size or --sequence-length")
     if "probability tensor contains either" in first:  # of the next token
-        return "the loss is no number any more: try a lower --learning-rate"
+        return "the loss became NaN: try a lower --learning-rate"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in first:
         return "the memory is full: try a smaller --microbatch-size, or model"
     if "can't start new thread" in first or is_refused_fork(error):
@@ -207,15 +207,15 @@ def explain(error):
             and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1"):
         return (f"the device failed ({first}): set CUDA_LAUNCH_BLOCKING=1 to "
                 "see in which line; if that line is not yours, try another "
-                "device; --resume goes on from the last checkpoint")
+                "device; --resume continues from the last checkpoint")
     if isinstance(error, OSError) and error.filename:
         foreign = (error.errno in (errno.EACCES, errno.EROFS) and f"{ROOT}/"
                    in str(error.filename) and not os.access(ROOT, os.W_OK))
         return (f"{error.filename}: {error.strerror}"
                 + ": work in a clone of your own" * foreign)
     if isinstance(error, OSError) and error.errno in FULL:
-        return (f"there is no room to write: {error.strerror}: make room; a "
-                "run goes on with --resume")
+        return (f"no space left to write: {error.strerror}: free some; a run "
+                "resumes with --resume")
     if kind == "RuntimeError" and error.__cause__:  # a pipeline stage failed
         return explain(error.__cause__)
     return None
@@ -238,7 +238,7 @@ def explain_distributed(lines):
                 + ", ".join(name for _, name in socket.if_nameindex()))
     if LOST.search(text):
         return ("lost the other processes: look for the first error above; "
-                f"--resume goes on from the last checkpoint ({lines[0]})")
+                f"--resume continues from the last checkpoint ({lines[0]})")
     return f"torch.distributed failed: {text}"
 
 

@@ -51,7 +51,7 @@ def reading(file, remedy=""):
 
 
 def map_file(file):
-    """Let a SIGBUS be one line if this file was cut while it was read."""
+    """Let a SIGBUS be one line if this file was truncated while being read."""
     MAPPED[file] = os.stat(file).st_size
     # Python's own handler would wait for the read, which never ends
     ctypes.CDLL(None).signal(signal.SIGBUS, say_cut)
@@ -61,8 +61,8 @@ def map_file(file):
 def say_cut(number):
     for path, size in MAPPED.items():
         if os.path.exists(path) and os.stat(path).st_size < size:
-            report(UserError(f"{path} was cut while it was read: make it "
-                             "again; a run goes on with --resume"))
+            report(UserError(f"{path} was truncated while being read: "
+                             "rebuild it; a run resumes with --resume"))
             leave_mpi(1)
             os._exit(1)
     ctypes.CDLL(None).signal(number, None)  # it has another cause

@@ -114,8 +114,8 @@ def choose(presets, models, saved, given, device):
     for name in ("preset", "minibatch_size", "sequence_length"):
         flag, now = "--" + name.replace("_", "-"), getattr(hp, name)
         require(now == saved.get(name, now), f"{hp.run_dir}: this run was "
-                f"started with {flag} {saved.get(name)} and cannot go on with "
-                f"{now}")
+                f"started with {flag} {saved.get(name)} and cannot continue "
+                f"with {now}")
     return hp, config, why
 
 

@@ -33,7 +33,7 @@ def read_record(folder, types):
     Raises `FileNotFoundError`, or a `UserError` if it is damaged.
     """
     file = Path(folder) / RECORD
-    remedy = ("to go on with the run, rename it, and give --resume and all "
+    remedy = ("to continue the run, rename it, and give --resume and all "
               "of its flags again")
     record = files.read_json(file, {"hyperparameters": dict}, remedy)
     values = record["hyperparameters"]
@@ -175,7 +175,7 @@ class Metrics:
                 raise
             raise UserError(
                 f"{self.file.name} could not be written "
-                f"({files.reason(error)}): the run goes on with --resume"
+                f"({files.reason(error)}): the run resumes with --resume"
             ) from error
 
 

@@ -142,15 +142,15 @@ class Run:
         tokenizer, problem = None, None
         try:
             # a pipeline only computes batches of one size
-            require(self.hp.pipeline_parallel <= 1, "a pipeline writes none: "
-                    f"python code/generate.py --run-dir {self.place} writes "
-                    "them, from the checkpoint")
+            require(self.hp.pipeline_parallel <= 1, "a pipeline makes none: "
+                    f"python code/generate.py --run-dir {self.place} "
+                    "generates it from the checkpoint")
             tokenizer = dataset.load_vocabulary(self.hp.data)
         except UserError as error:
             problem = str(error)
         problem = next(filter(None, world.on_every_rank(problem)), None)
         if problem and self.rank == 0:  # training works without it
-            print(f"no texts: {visible(problem)}", flush=True)
+            print(f"no generated text: {visible(problem)}", flush=True)
         return None if problem else ShownTexts(tokenizer)
 
     def restore(self, model, optimizer):
@@ -274,7 +274,7 @@ class Run:
                   self.signals.last else "a signal to another rank")
             print(f"finished: {self.place}" if self.metrics.last ==
                   self.max_steps - 1 else f"stopped by {by}, checkpoint "
-                  f"saved; go on with: --run-dir {self.place} --resume")
+                  f"saved; resume with: --run-dir {self.place} --resume")
         if self.signals.last == signal.SIGINT:
             sys.exit(130)
 

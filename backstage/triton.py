@@ -30,8 +30,10 @@ def load():
     try:
         import triton.language
     except ImportError as error:
-        raise UserError("Triton is not installed, which compiles the kernels "
-                        "of this script: pip install triton") from error
+        raise UserError(
+            "Triton, which compiles the kernels of this script, is not "
+            "installed: pip install triton, on Linux (there is none for "
+            "macOS)") from error
     if triton.knobs.runtime.interpret:
         mend_interpreter()
     return triton

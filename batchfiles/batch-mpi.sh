@@ -20,7 +20,7 @@ start=(srun --kill-on-bad-exit=1 --ntasks-per-node="$processes"
 if [ -z "${SLURM_MPI_TYPE-}" ] && ((processes * SLURM_NNODES > 1)) &&
     type -P mpirun >/dev/null && ! RANKCHECK_WHY='' "${start[@]}" python -c \
     'from backstage import mpi; mpi.join_mpi()' 2>/dev/null; then
-    echo "by mpirun: srun does not tell MPI who is there (srun --mpi=list)"
+    echo "by mpirun: srun does not pass the ranks to MPI (srun --mpi=list)"
     export SLURM_JOBID=$SLURM_JOB_ID SLURM_NODELIST=$SLURM_JOB_NODELIST
     export SLURM_TASKS_PER_NODE="$processes(x$SLURM_NNODES)"
     export {OMPI_MCA_hwloc_base,PRTE_MCA_hwloc_default}_binding_policy=none

@@ -133,11 +133,11 @@ end_job() {
         fail "$@"
     fi
     if [ "$(field Requeue)" != 0 ]; then
-        echo "$_job_name: requeueing, to go on after $_job_after steps"
+        echo "$_job_name: requeueing, to continue after $_job_after steps"
         ask_slurm scontrol requeue "$_job_id" && trap - EXIT && exit 0
     fi
     command_that_continues
-    fail "not requeued; go on with: $_job_command"
+    fail "not requeued; continue with: $_job_command"
 }
 
 is_preempted() {

@@ -119,7 +119,7 @@ train() {
     if ! cd "$root" || ! "${again[@]}"; then
         fail "$advice"
     fi
-    echo "$PBS_JOBNAME: a new job goes on after $after steps"
+    echo "$PBS_JOBNAME: a new job continues after $after steps"
     exit 0
 }
 

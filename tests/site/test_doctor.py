@@ -74,7 +74,7 @@ def test_all_is_well(repo):
     answers.pop("environment")  # the tests may run without one
     for name, (sign, answer) in answers.items():
         assert sign == "ok", (name, answer)
-    for name, words in (("processes", "2 processes added up over"),
+    for name, words in (("processes", "all-reduce over 2 processes with"),
                         ("data", "2,234 train + 56 val tokens"),
                         ("vocabulary", "257 tokens")):
         assert words in answers[name][1]
@@ -205,7 +205,7 @@ def test_trial_processes_meet_whatever_network_the_site_names(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lost0")
     ranks = launch(doctor.__file__, "cpu", world_size=2,
                    env=scratch.quiet_environment(tmp_path))
-    assert ranks[0].out == "2 processes added up over gloo\n", ranks
+    assert ranks[0].out == "all-reduce over 2 processes with gloo\n", ranks
 
 
 def test_a_doctor_that_is_ended_leaves_nothing(monkeypatch):

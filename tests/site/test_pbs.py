@@ -103,7 +103,7 @@ def test_it_goes_on_after_its_time_limit(clone, tmp_path):
                    SUBMITTED=str(submitted), WORKSHOP_RUN=str(folder),
                    LD_LIBRARY_PATH=str(tmp_path))
         assert done.returncode == 0, done.stdout + done.stderr
-        (steps,) = re.findall(r"a new job goes on after (\d+) ", done.stdout)
+        (steps,) = re.findall(r"a new job continues after (\d+) ", done.stdout)
         again = run(clone, "ddp", FLAGS=flags.replace(
             "100000", str(int(steps) + 5)), WORKSHOP_RUN=str(folder))
     *options, option, variables, file = submitted.read_text().splitlines()

@@ -125,7 +125,7 @@ def test_preempted_and_out_of_time(slurm):
             job.wait(lambda: "stopped by SIGUSR1" in job.log)
         job.wait(lambda: slurm.job(job.job)["Restarts"] == "3")
         job.cancel()
-    assert "requeueing, to go on after" in job.log.rpartition("SIGUSR1")[2]
+    assert "requeueing, to continue after" in job.log.rpartition("SIGUSR1")[2]
     job.has_lost_nothing(1)
 
 
@@ -143,7 +143,7 @@ def test_a_signal_during_the_start(slurm, name):
         job.get_going()
         job.cancel()
         job.has_lost_nothing(1)
-    assert job.log.count("requeueing, to go on after") == 1
+    assert job.log.count("requeueing, to continue after") == 1
     *said, command = job.log.splitlines()[-1].split(": ")
     assert said[:2] == [name, "SLURM ends this job (Reason=None)"]
     said = slurm("bash", "-c", command, check=False,
@@ -326,7 +326,7 @@ def test_the_printed_command_is_the_same_job(slurm, options):
         wait_for(lambda: log.exists() and "| step   2" in log.read_text())
         slurm("scancel", "--batch", "--signal=USR1", first)
         assert slurm.wait(first)["JobState"] == "FAILED"
-        command = log.read_text().rpartition(" go on with: ")[2]
+        command = log.read_text().rpartition(" continue with: ")[2]
         again = slurm("bash", "-c", f"cd /; {command}").stdout.split()[-1]
         assert slurm.wait(again)["JobState"] == "COMPLETED"
     asked = [ASKED.findall(slurm("scontrol", "show", "job", job).stdout)
@@ -381,7 +381,7 @@ def test_nothing_is_lost(slurm):
         slurm("scontrol", "requeue", job.job)
         job.get_going()
         job.cancel()
-    assert job.log.count("requeueing, to go on after") == 1
+    assert job.log.count("requeueing, to continue after") == 1
     job.has_lost_nothing(4)
 
 

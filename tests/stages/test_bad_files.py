@@ -641,7 +641,7 @@ def test_a_shard_that_is_cut_while_it_is_read(tmp_path):
                          for how in ("kill", "cut"))
     line, = cut.err.splitlines()
     assert cut.status == 1 and line.startswith("error: ")
-    assert "test_train_000001.npy was cut while it was read" in line
+    assert "test_train_000001.npy was truncated while being read" in line
     assert killed.status == -7
 
 

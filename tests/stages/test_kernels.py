@@ -35,8 +35,9 @@ def test_a_machine_without_triton_gets_one_line(tmp_path):
     (tmp_path / "triton.py").write_text("raise ImportError\n")
     end, = launch(SCRIPT, place=str(tmp_path))
     assert end.status == 1 and not end.out
-    assert end.err == ("error: Triton is not installed, which compiles the "
-                       "kernels of this script: pip install triton\n")
+    assert end.err == (
+        "error: Triton, which compiles the kernels of this script, is not "
+        "installed: pip install triton, on Linux (there is none for macOS)\n")
 
 
 # What CUDA C adds to C++, for one thread at a time.

@@ -117,8 +117,9 @@ def test_a_gpu_holds_no_other_stages_part_of_a_checkpoint(data, tmp_path):
     # weights and moments of one of the two stages, sent and received
     assert sum(sizes["cpu"]) > 2 * sum(weight.nbytes for weight in weights)
     assert ">" not in result.out
-    said, = (line for line in result.out.splitlines() if "no texts" in line)
-    assert f"code/generate.py --run-dir {tmp_path / 'run'} writes" in said
+    said, = (line for line in result.out.splitlines()
+             if "no generated text" in line)
+    assert f"code/generate.py --run-dir {tmp_path / 'run'} generates" in said
 
 
 # ------------------------------------------------ what is wrong is one line

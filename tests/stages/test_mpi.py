@@ -154,7 +154,8 @@ def test_more_ranks_than_cores_which_share_all_of_them(
                        "0, {min(os.sched_getaffinity(0))}); from "
                        "workshop.jobs import doctor; print("
                        "doctor.ask_mpi())", **more)
-    assert f"4 processes added up over {says}" in done.stdout, done.stderr
+    assert (f"all-reduce over 4 processes with {says}"
+            in done.stdout), done.stderr
     for env in more, {}:  # and the machine's own, which test_doctor.py asks
         done = run_command(
             "mpirun", "-n", 2, sys.executable, "-c", "import os; os.write(1, "

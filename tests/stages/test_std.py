@@ -307,7 +307,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(data, tmp_path):
     kept = (run / "checkpoints" / "step_00000010.pt").read_bytes()
     for limit, words in (
             (100_000, ["could not be written (File too large)"]),
-            (1500, ["no room to write: File too large", "--resume"])):
+            (1500, ["no space left to write: File too large", "--resume"])):
         result = attempt("std", run, "--resume", "--max-steps", 20,
                          probes=[partial(small_files, limit)])
         refused(result, *words)
@@ -336,8 +336,8 @@ def test_a_full_disk_for_the_output(data, tmp_path):
             stderr=subprocess.PIPE, text=True)
     assert ran.returncode == 1
     assert ran.stderr == (
-        "error: there is no room to write: File too large: make room; a run "
-        "goes on with --resume\n")
+        "error: no space left to write: File too large: free some; a run "
+        "resumes with --resume\n")
 
 
 @pytest.mark.parametrize("stage", ["std", "lit"])
@@ -574,5 +574,5 @@ def test_a_folder_without_vocabulary_trains(tmp_path):
     result = train("std", tmp_path / "run", "--max-steps", 1, data=folder,
                    env=env, texts=True)
     assert "is not complete" in result.err
-    assert result.out.count("no texts: ") == 1
+    assert result.out.count("no generated text: ") == 1
     assert result.checkpoint()["config"]["vocab_size"] == 50257

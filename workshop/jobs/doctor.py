@@ -300,7 +300,7 @@ def all_reduce(device):
         rank, total = dist.get_rank(), ones.item()
         leave = dist.destroy_process_group
     if rank == 0:
-        print(f"{total:.0f} processes added up over {over}")
+        print(f"all-reduce over {total:.0f} processes with {over}")
     leave()
 
 
