@@ -11,8 +11,8 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import require
 from slides import text
-from workshop.lesson import documents
-from workshop.lesson.diff import load_lesson
+from workshop.diff import documents
+from workshop.diff.diff import load_lesson
 from workshop.stages import LESSONS, STAGES
 
 PAGES = ROOT / "docs" / "lessons"
