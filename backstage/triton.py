@@ -35,11 +35,11 @@ def load():
             "installed: pip install triton, on Linux (there is none for "
             "macOS)") from error
     if triton.knobs.runtime.interpret:
-        mend_interpreter()
+        fix_interpreter()
     return triton
 
 
-def mend_interpreter():
+def fix_interpreter():
     """Let it multiply tiles in bf16, be twice as fast, and print nothing.
 
     Triton 3.9 multiplies bf16 as whole numbers there, replaces its language's

@@ -269,7 +269,7 @@ def program(path, text):
 
 
 def git(folder, *words, **variables):
-    """What git prints there, whoever one is."""
+    """Return what git prints in a folder, for any user."""
     who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
     return subprocess.run(["git", *who, *words], cwd=folder, check=True,
                           env=os.environ | variables, capture_output=True,

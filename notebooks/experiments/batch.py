@@ -74,7 +74,7 @@ class NoiseScale:
 
 @dataclass
 class Curve:
-    """A training: S samples a step, and what came of it."""
+    """A training with S samples a step, and its result."""
 
     S: int
     rate: float  # the maximum of the learning rate

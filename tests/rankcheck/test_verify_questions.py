@@ -897,7 +897,7 @@ def test_what_the_scripts_hook_reduces_is_a_gradient(before):
 
 
 def test_sparse_gradients_are_counted():
-    """Of what is sent, the bytes; of the parameters, all elements."""
+    """The bytes that are sent, and all elements of the parameters."""
     log, rows = recorder()
     one = torch.sparse_coo_tensor(
         [[7]], torch.ones(1, 5), (100, 5), check_invariants=True)

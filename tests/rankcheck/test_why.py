@@ -51,7 +51,7 @@ JOBS = [  # its name, the fault, who is to blame, words of the answer
 
 @pytest.mark.parametrize(("job", "fault", "blamed", "words"), JOBS)
 def test_what_is_said_of_a_job(job, fault, blamed, words):
-    """Of what its ranks had written; see why_cases.py."""
+    """From the records that its ranks wrote; see why_cases.py."""
     text = (EVIDENCE / f"{job}.jsonl").read_text()
     ranks = [Rank(*json.loads(line)) for line in text.splitlines()]
     found = judge(ranks, lambda: ranks)
@@ -652,7 +652,7 @@ JOIN = ("import torch.distributed as dist\ndist.init_process_group('gloo', "
     ("try:\n    sys.exit(3)\nexcept SystemExit:\n    pass", 0, None),
     ("try:\n    sys.exit(3)\nexcept SystemExit:\n    pass\nsys.exit()",
      None, None),
-    # the first of chained errors, whatever came of it
+    # the first of chained errors, whatever followed it
     ("try:\n    1 / 0\nexcept ZeroDivisionError as error:\n"
      "    raise ValueError('bad') from error", 1, "ZeroDivisionError"),
     ("try:\n    1 / 0\nfinally:\n    int('x')", 1, "ZeroDivisionError"),

@@ -49,7 +49,7 @@ def write_parquet(path, texts, rows=100):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Parquet files, a vocabulary that suits them, and what comes of both."""
+    """Parquet files, a vocabulary that suits them, and the result of both."""
     root = tmp_path_factory.mktemp("corpus")
     rng = random.Random(0)
     # words, blanks of all kinds, and what tokenisers fear

@@ -11,7 +11,7 @@ The check has to refuse each mutant, and to name the change that the slip is
 in, or its line. What survives is equivalent, for a reason in equivalent.txt or
 because it computes the same and the check warns of what it costs; or it is
 missed. A script in another style has to pass. "odd" are checks that end with a
-traceback or leave something behind. What came of the last runs stands in
+traceback or leave something behind. The results of the last runs are in
 docs/tables.md.
 """
 
@@ -411,7 +411,7 @@ def choose(stage, number, pairs, seed, only):
 
 
 def run(stage, number, pairs, styles, busy, seed, only):
-    """Try them, print what came of it; whether all is well."""
+    """Try them and print the results; return whether all is well."""
     chosen, total = choose(stage, number, pairs, seed, only)
     if styles:
         chosen = [Style(stage, seed + k) for k in range(styles)]

@@ -12,7 +12,7 @@ Each fault is planted in a copy of a stage's script or of somebody else's
 on the throw-away cluster of cluster.py, by the stage's batch file. From the
 first sign of the fault on, `why` is asked again and again: its first complaint
 has to be the right one, within a minute. About a sound run it must not
-complain. What came of it stands in docs/tables.md.
+complain. The results are in docs/tables.md.
 """
 
 import contextlib

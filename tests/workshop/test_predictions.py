@@ -78,7 +78,7 @@ def read_notebook(name):
     return {cell["id"]: "".join(cell["source"]) for cell in book["cells"]}
 
 
-# Of what is quoted several times, such as for mpi and for ddp, the last one.
+# The last one of those quoted several times, such as for mpi and for ddp.
 QUOTED = {" ".join(QUOTE.findall(case[3])[0].split()): case
           for case in (*left_out(), *broken())}
 

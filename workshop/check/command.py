@@ -218,7 +218,7 @@ class Check:
         return right
 
     def try_out(self, column):
-        """Make a trial and tell what came of it; whether it is right."""
+        """Make a trial and report it; return whether it is right."""
         from workshop.check.questions import ask
 
         row, self.last = self.plan[column], column

@@ -15,7 +15,7 @@ import torch
 from rankcheck.record.recorder import Log, replace
 
 PATH = (str, bytes, os.PathLike)  # and no number of an open file
-# What opens a file for whoever calls it, but what is installed within these
+# What opens a file for its caller, except what is installed within these
 TORCH = os.path.dirname(torch.__file__) + "/"
 HELPERS = (sysconfig.get_path("stdlib"), "<", str(Path(__file__).parents[1]))
 

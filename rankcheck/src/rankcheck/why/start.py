@@ -162,7 +162,7 @@ def find_last(env: Mapping[str, str]) -> list[Start]:
     earlier = {token for start in starts for token in start.before}
     found = [start for start in starts if start.token not in earlier]
     if any(start.may_run for start in found):
-        # whoever asks may mean any that runs
+        # the user may mean any that runs
         found += [start for start in starts if start.runs]
     # an account may be shared: the last one of this shell's own
     session = name_session()

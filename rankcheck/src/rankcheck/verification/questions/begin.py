@@ -73,7 +73,7 @@ def numbers(case: Comparison) -> list[Finding]:
     parts = flatten(map(gradient_parts, case.updates))
     if parts and not any(part.any() for part in parts):
         return [warn("all gradients are 0", "does the loss depend on the "
-                     "weights? nothing is learnt, nor compared")]
+                     "weights? nothing is learned, nor compared")]
     return []
 
 
