@@ -315,7 +315,7 @@ def check_fit(file, state, wanted):
     """
     with reading(file):
         require(type(state["step"]) is int and 0 <= state["step"] < 2**31,
-                "its step is no number of steps")
+                "its step is not a step count")
         found = {(name, "weight"): tensor
                  for name, tensor in state["model"].items()}
         if any(what != "weight" for _, what in wanted):
@@ -327,7 +327,7 @@ def check_fit(file, state, wanted):
             require(isinstance(tensor, torch.Tensor) and not tensor.is_meta
                     and tensor.layout == torch.strided,
                     f"the {name} is not a whole tensor")
-            require(not tensor.isnan().any(), f"the {name} has nan")
+            require(not tensor.isnan().any(), f"the {name} contains NaN")
         for key in [*wanted, *found]:
             here = wanted.get(key, "missing")
             there = describe(found[key]) if key in found else "missing"

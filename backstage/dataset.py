@@ -57,7 +57,7 @@ def load_vocabulary(folder):
         size = len(pairs) + len(special)
         # tiktoken would panic
         require(sorted([*ranks.values(), *special.values()]) == [*range(size)],
-                "the ranks have gaps or come twice")
+                "the ranks have gaps or duplicates")
         return tiktoken.Encoding(
             settings["name"], pat_str=settings["pat_str"],
             mergeable_ranks=ranks, special_tokens=special)
@@ -122,8 +122,8 @@ def check_shards(folder, sequence_length, look=100_000):
     for split in "train", "val":  # which a stage would list as shards
         extra = min(Path(folder).glob(f"._{SHARDS.format(split)}"),
                     default=None)
-        require(not extra, f"{extra} is no shard, but macOS's note about one: "
-                f"remove them: find {quote(str(folder))} -name '._*' -delete")
+        require(not extra, f"{extra} is not a shard but macOS metadata: "
+                f"remove it: find {quote(str(folder))} -name '._*' -delete")
     vocab_size, counts = vocabulary_size(folder), {}
     for split, shards in list_shards(folder, SHARDS).items():
         count = 0
@@ -134,14 +134,14 @@ def check_shards(folder, sequence_length, look=100_000):
                 require(tokens.dtype == np.uint16 and tokens.ndim == 1,
                         f"{tokens.dtype} {tokens.shape}, not a list of uint16")
                 require(shard.stat().st_size == tokens.offset + tokens.nbytes,
-                        "not as long as its first line says")
+                        "truncated: shorter than its header says")
                 highest = tokens[:look].max(initial=0)
                 require(highest < vocab_size, f"token {highest} is not in the "
                         f"vocabulary of {vocab_size}")
             count += len(tokens)
         other = next(Path(folder).glob("*.bin"), None)
         require(count, f"{folder} has no shard {SHARDS.format(split)}" + (
-            f", but {other.name}: if it is of nanoGPT, llm.c or modded-nanogpt"
+            f", but {other.name}: if nanoGPT, llm.c or modded-nanogpt made it"
             f", `python fineweb/splitfineweb.py {folder} --parts 1 --out NEW` "
             "converts the folder" if other else ": see --data"))
         require(count > sequence_length, f"{folder}: {count} tokens of "

@@ -159,8 +159,8 @@ def write_atomically(
         why = f"({reason(error)})"
         if was_replaced(path, part, stamp):
             raise UserError(
-                f"{show_path(path)} is written, but the disk did not confirm "
-                f"it {why}: look after the disk, and then at the file"
+                f"{show_path(path)} was written, but the disk did not confirm "
+                f"it {why}: check the disk, and then the file"
             ) from error
         line = f"{show_path(path)} could not be written {why}"
         if existed and (part is None or os.path.lexists(part)):

@@ -173,8 +173,8 @@ def check_names(env):
         rank < size and local_rank < on_node <= size and port < 2**16)
     require(right, "these variables do not say which rank this process is: "
             + show(dict.fromkeys((*given, *NEEDED)), env)
-            + "; start it with torchrun, which sets them, or for one process "
-            f"alone: unset {' '.join(given)}")
+            + "; start it with torchrun, which sets them; to run a single "
+            f"process: unset {' '.join(given)}")
 
 
 def show(names, env):
@@ -191,7 +191,7 @@ def name_step_ranks(env):
     local, job, step = map(to_count, numbers)
     require(None not in (local, job, step) and tasks and nodes, "srun's "
             f"variables do not say which rank this is: {show(names, env)}; "
-            "for one process alone: unset SLURM_STEP_NUM_TASKS")
+            "to run a single process: unset SLURM_STEP_NUM_TASKS")
     # tasks: "4", "4(x2)" or "2,1"
     require(re.fullmatch(r"\d+(\(x\d+\))?", tasks), "srun started "
             f"{tasks} tasks on the nodes: start as many on each, with "

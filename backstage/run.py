@@ -65,12 +65,12 @@ class Run:
                 or process.find_launcher(os.environ)[1] > 1):
             process.stop_all(
                 f"{size} processes were started, but this script does not "
-                "join them, and each would train alone: start one, or a "
-                "script of another stage")
+                "join them, and each would train independently: start one, "
+                "or a script of another stage")
         sizes = sorted(set(world.on_every_rank(hp.microbatch_size)))
         require(len(sizes) == 1, "the ranks have microbatches of "
-                f"{sizes[0]} to {sizes[-1]} samples, as some devices have "
-                f"less memory: add --microbatch-size {sizes[0]}")
+                f"{sizes[0]} to {sizes[-1]} samples, because some devices "
+                f"have less memory: add --microbatch-size {sizes[0]}")
         self.record = {
             "stage": self.stage, "started": now(),
             "hyperparameters": asdict(hp), "config": asdict(config),
@@ -123,9 +123,9 @@ class Run:
             # what somebody has added to it stays
             self.record = files.read_json(folder / RECORD, {}) | self.record
         self.begun = bool(found)
-        require(place.is_dir() or not os.path.lexists(place), f"{place} is no "
-                "folder, or a link to one that is gone: put the checkpoints "
-                "back, or remove it to begin at step 0")
+        require(place.is_dir() or not os.path.lexists(place), f"{place} is "
+                "not a folder, or a broken link: restore the checkpoints, or "
+                "remove it to begin at step 0")
         place.mkdir(exist_ok=True)
         for written in folder, place:
             files.remove_parts(written)  # of a save that was killed

@@ -77,7 +77,7 @@ def import_folder(folder, file):
     file must be new.
     """
     folder, file = Path(folder).resolve(), Path(file)
-    require(not file.exists(), f"{file} is there already: name another")
+    require(not file.exists(), f"{file} already exists: choose another")
     config = read_config(folder / CONFIG)
     weights = next((path for path in (folder / WEIGHTS, folder / PICKLED)
                     if path.exists()), None)
@@ -139,7 +139,7 @@ def export_run(run, folder):
     file, folder = find_checkpoint(run), Path(folder)
     state, _ = load_trained(file)
     config, weights = state["config"], state["model"]
-    require(not folder.exists(), f"{folder} is there already: name another")
+    require(not folder.exists(), f"{folder} already exists: choose another")
     theirs = {name: to_theirs(name, weight.float(), config["n_head"])
               for name, weight in weights.items() if name != LM_HEAD}
     theirs[WTE] = theirs[WTE][:config["vocab_size"]].contiguous()

@@ -29,7 +29,7 @@ def find_checkpoint(run):
         newest = max((run for run in runs if runs[run]), default=None,
                      key=lambda run: (last_start(run), run))
         found = runs.get(newest)
-    require(found, f"{folder}: no checkpoint is there: train first")
+    require(found, f"{folder}: it has no checkpoint: train first")
     return first_whole(found)
 
 
@@ -56,9 +56,9 @@ def load_trained(file):
     with reading(file):
         config, data = state["config"], state["hyperparameters"]["data"]
         require(isinstance(data, str) and "\0" not in data,
-                "its data is no path")
+                "its data is not a path")
         require(all(map(is_count, config.values())),
-                "its config is no model's")
+                "its config is not a model's")
         require(config["n_embd"] % config["n_head"] == 0,
                 "n_head does not divide n_embd")
         last = f"transformer.h.{config['n_layer'] - 1}.ln_1.weight"

@@ -604,7 +604,7 @@ def test_a_note_of_macos_is_no_shard(tmp_path):
         (folder / name).write_bytes(b"\0\5\x16\7")
     dataset.check_shards(folder, 32)
     (folder / "._test_train_000001.npy").write_bytes(b"\0\5\x16\7")
-    with pytest.raises(UserError, match=r"macOS's note .* -delete") as error:
+    with pytest.raises(UserError, match=r"macOS metadata.* -delete") as error:
         dataset.check_shards(folder, 32)
     subprocess.run(str(error.value).rpartition(": ")[2], shell=True,
                    check=True)

@@ -84,7 +84,7 @@ def test_a_failure_says_what_is_there(
     said = str(error.value)
     assert ("could not be written" in said) == (not replaced)
     assert ("is unchanged" in said) == (existed and not replaced)
-    assert ("is written, but" in said) == replaced
+    assert ("was written, but" in said) == replaced
     assert said.endswith(": the advice") == (not replaced)
     if replaced:
         assert file.read_bytes() == NEW
@@ -128,7 +128,7 @@ def test_an_earlier_checkpoint_is_named_where_there_is_one(
         with pytest.raises(UserError, match=r"from .*, step_00000001\.pt$"):
             write_checkpoint(tmp_path, {"step": 2})
         patch.setattr(os, "fsync", fail_for_folders(errno.EIO))
-        with pytest.raises(UserError, match=r"00002\.pt is written, but"):
+        with pytest.raises(UserError, match=r"00002\.pt was written, but"):
             write_checkpoint(tmp_path, {"step": 2})
     assert load_checkpoint(tmp_path / "step_00000002.pt")["step"] == 2
 

@@ -128,7 +128,7 @@ def test_choices_have_their_probabilities():
 @pytest.mark.parametrize(("flag", "value", "words"), [
     ("--run-dir", "/no/such/run", "/no/such/run"),
     ("--run-dir", "~/no-such-run", str(Path.home() / "no-such-run")),
-    ("--run-dir", FOLDER, "no checkpoint is there"),
+    ("--run-dir", FOLDER, "it has no checkpoint"),
     ("--temperature", -1, "--temperature must be 0 or more"),
     ("--max-new-tokens", 0, "--max-new-tokens must be 1 or more"),
     ("--num-sequences", 0, "--num-sequences must be 1 or more"),
