@@ -168,7 +168,7 @@ def agrees(end: End, done: bool, existed: bool = False) -> None:
         assert not done
     if "is unchanged" in end.said:
         assert existed and not done
-    if "is written, but" in end.said:
+    if "was written, but" in end.said:
         assert done
     if not end.reached:
         assert done
