@@ -95,8 +95,8 @@ class Learned(TypedDict, total=False):
 class Finding:
     """What was found.
 
-    A sentence is a list of texts and `Line`s: whoever prints it may replace
-    each `Line` by the line in another version of the script.
+    A sentence is a list of texts and `Line`s. A caller may print each `Line`
+    as the line in another version of the script.
 
     Attributes:
         sentence: what is so.

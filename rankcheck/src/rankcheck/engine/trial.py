@@ -34,7 +34,7 @@ Record = dict[str, Any]
 
 @dataclass
 class Trial:
-    """What came of one start of a script. It can be pickled.
+    """The result of one start of a script. It can be pickled.
 
     Attributes:
         script: the file, which may have gone.

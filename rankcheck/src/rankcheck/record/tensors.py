@@ -23,7 +23,7 @@ WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.",
             "_fsdp_wrapped_module.")
 LARGEST = 8192  # elements of a tensor that are kept by `thin`
 
-# Of what a model is given: of its rows, and of its columns
+# For the inputs of a model: one list for its rows, one for its columns
 Hashes = list[list[str]]
 
 

@@ -268,7 +268,7 @@ class Experiment:
     say: Callable[[str], None]
 
     def start(self, planned: PlannedRun) -> Trial:
-        """Start the program, watch it, and return what came of it.
+        """Start the program, watch it, and return the result.
 
         Raises:
             NotCompared: the ranks were idle for too long.

@@ -77,7 +77,7 @@ class PlannedRun:
 
 
 class RunOutcome(NamedTuple):
-    """What came of a run, and what is to be said of its end, if anything.
+    """The result of a run, and what is to be said of its end, if anything.
 
     Of a run in which the ranks were idle for too long nothing is known, but
     that its trial gave up, as it "waits".
@@ -103,7 +103,7 @@ class Runs:
     def __init__(self, start: Callable[[PlannedRun], Trial], size: int,
                  steps: int, device: str = "cpu",
                  resume_flags: Sequence[str] | None = None) -> None:
-        """start: starts the script, watches it and returns what came of it."""
+        """start: starts the script, watches it and returns the result."""
         self.start, self.size, self.steps = start, size, steps
         self.device, self.resume_flags = device, resume_flags
         self.gpus = False
