@@ -16,51 +16,49 @@ COMMANDS = {
             "Open JupyterLab with your script and a lesson side by side."),
         "diff": (
             "workshop.diff.command:diff",
-            "Show what is left to change in your script, and why."),
+            "Show the changes that your script still lacks, and why."),
         "check": (
             "workshop.check.command",
-            "Run your script as 1, 2 and more processes, and compare with the "
-            "single-device stage."),
+            "Run your script with 1, 2 and more processes, and compare it "
+            "with the single-device stage."),
         "apply": (
             "workshop.diff.command:apply",
-            "Make changes of the lesson for you; your version is kept."),
+            "Make changes of the lesson for you; your version is backed up."),
         "reset": (
             "workshop.diff.command:reset",
-            "Put a stage's finished script in place of yours; your version is "
-            "kept.")},
+            "Replace your script by a stage's finished one; your version is "
+            "backed up.")},
     "a job": {
         "launch": (
             "workshop.jobs.launch",
-            "Start a stage on all GPUs of this job of SLURM or PBS, or of "
-            "this machine."),
+            "Start a stage on all GPUs of this SLURM or PBS job, or of this "
+            "machine."),
         "doctor": (
             "workshop.jobs.doctor",
-            "Check that everything the workshop needs is there."),
+            "Say what the course needs and this machine lacks."),
         "plot": (
             "workshop.results.plot",
             "Draw the runs: loss curves, tokens/s, scaling."),
         "profile": (
             "workshop.results.profile",
-            "Say where the time of a step goes on each rank, from the traces "
-            "that --profile N has recorded.")},
-    "any script, and your own": __main__.COMMANDS | {
+            "Say where a step's time goes on each rank, from the traces of "
+            "--profile N.")},
+    "any PyTorch script": __main__.COMMANDS | {
         "why": ("workshop.why", __main__.COMMANDS["why"][1])},
     "the instructor": {
         "answers": (
             "workshop.instructor.answers",
-            "Print the answers to the questions of a lesson, or of all."),
+            "Print the answers to the questions of one lesson or of all."),
         "class": (
             "workshop.instructor.classroom",
-            "Show how far those are who take part, on a page that updates "
-            "itself."),
+            "Show how far the attendees are, on a page that updates itself."),
         "update": (
             "workshop.instructor.update",
-            "Bring this clone to the newest state of the course; what you "
-            "edited is kept.")}}
+            "Get the newest version of the course; your edits are kept.")}}
 HIDDEN = {
-    "": ("workshop.diff.command:journey", "Say what comes next."),
-    "dev": ("workshop.dev", "For those who change the course: check that the "
-            "parts of each lesson fit together."),
+    "": ("workshop.diff.command:journey", "Say what to do next."),
+    "dev": ("workshop.dev", "For contributors: check that the parts of each "
+            "lesson fit together."),
     # what the batch files call
     "script": (
         "workshop.diff.command:script",
@@ -68,7 +66,7 @@ HIDDEN = {
         "passed the check."),
     "progress": (
         "workshop.results.runs:progress",
-        "Show how far a run has got; the exit status is 0 if it is finished.")}
+        "Show a run's progress; the exit status is 0 if it is finished.")}
 
 
 def main():
@@ -91,8 +89,8 @@ def main():
 
 def parse():
     return command_line.parse(
-        "python -m workshop", "The tools of the course. COMMAND --help says "
-        "more of each; without a command it says what comes next.", COMMANDS,
+        "python -m workshop", "The tools of the course. COMMAND --help "
+        "describes each; without a command it says what to do next.", COMMANDS,
         HIDDEN)
 
 

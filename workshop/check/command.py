@@ -35,11 +35,11 @@ def add_arguments(parser):
     parser.add_argument("stage", choices=LESSONS,
                         help="the stage that the lesson makes")
     parser.add_argument("change", nargs="?", metavar="number",
-                        type=number_or_next, help="try this change alone, as "
-                        "diff numbers it, with all others made; next: the "
-                        "first that is left")
+                        type=number_or_next, help="check only this change, "
+                        "as diff numbers it, with all others made; next: the "
+                        "first change that is left")
     parser.add_argument("-v", "--verbose", action="store_true",
-                        help="show every question, and what follows from a "
+                        help="show every question, and the effects of a "
                         "mistake")
     parser.add_argument("--events", action="store_true",
                         help=argparse.SUPPRESS)  # for a notebook

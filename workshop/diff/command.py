@@ -37,7 +37,7 @@ def add_diff(parser):
                         help="show this change alone")
     parser.add_argument("--hints", action=argparse.BooleanOptionalAction,
                         default=render.wants_hints(),
-                        help="the place and the reason, without the code")
+                        help="show the place and the reason, without the code")
 
 
 def diff(args):
@@ -50,7 +50,7 @@ def diff(args):
 def add_apply(parser):
     add_stage(parser)
     parser.add_argument("numbers", nargs="*", type=int, metavar="number",
-                        help="their numbers, as diff shows them")
+                        help="the changes' numbers, as diff shows them")
     parser.add_argument("--all", action="store_true",
                         help="make all that are left")
 
@@ -68,7 +68,7 @@ def add_reset(parser):
     choice.add_argument("--list", action="store_true",
                         help="show the stages, and the backups by their date")
     choice.add_argument("--undo", action="store_true",
-                        help="go back to your previous version")
+                        help="restore your previous version")
 
 
 def reset(args):

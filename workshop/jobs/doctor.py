@@ -29,9 +29,9 @@ ACTIVATE = "run `source activate.sh` (the first time it needs a network)"
 
 
 def add_arguments(parser):
-    parser.add_argument("--ranks", action="store_true", help="ask all "
-                        "processes that a launcher has started: do they reach "
-                        "each other, how fast?")
+    parser.add_argument("--ranks", action="store_true", help="check "
+                        "all processes that a launcher has started: do they "
+                        "reach each other, how fast?")
 
 
 def main(args):

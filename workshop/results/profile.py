@@ -42,7 +42,7 @@ SENDERS = ("c10d::", "_c10d_functional::")  # and that send, or wait
 
 
 def add_arguments(parser):
-    parser.add_argument("run", type=Path, help="its folder")
+    parser.add_argument("run", type=Path, help="the run's folder")
 
 
 def main(args):
