@@ -388,9 +388,9 @@ def killed(job: Job) -> Diagnosis | None:
     return Diagnosis(ranks, words)
 
 
-@rule(ENDS, "a rank ended", "mend that: the errors of the other ranks follow "
-      "from it, but if MPI says that a message is truncated, another rank's "
-      "may be too large. If the memory is full: a smaller microbatch")
+@rule(ENDS, "a rank ended", "fix this first: the errors of the other ranks "
+      "follow from it, but if MPI says that a message is truncated, another "
+      "rank's may be too large. If the memory is full: a smaller microbatch")
 def first_error(job: Job) -> Diagnosis | None:
     """its own error, which is no lost connection, comes first"""
     failed = sorted(job.by_ending["error"], key=lambda rank: rank.end_time)

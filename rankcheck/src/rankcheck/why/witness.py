@@ -285,7 +285,7 @@ class Witness:
         self.script = None  # its variables are to end with the process
 
     def end(self, status: int | str | None) -> None:
-        """Write how it ended, once: whoever comes second waits for the first.
+        """Write how it ended, once: a second caller waits for the first.
 
         Args:
             status: None if it is not known.
