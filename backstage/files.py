@@ -29,6 +29,14 @@ class Damaged(UserError):
     """A file that does not hold what it should."""
 
 
+class WriteFailed(UserError):
+    """A file whose write failed; reason: in the system's words."""
+
+    def __init__(self, message: str, reason: str):
+        super().__init__(message)
+        self.reason = reason
+
+
 @contextmanager
 def reading(file, remedy=""):
     """Whatever goes wrong while a file is read and checked is a `Damaged`.
@@ -134,9 +142,9 @@ def write_atomically(
     last_look: called just before the old file is gone; it may raise.
 
     Raises:
-        UserError: the data could not be written; the advice follows. Or they
-            are in the file, and the disk has failed to confirm it: this is
-            what the line says then.
+        WriteFailed: the data could not be written; the advice follows. Or
+            they are in the file, and the disk has failed to confirm it: this
+            is what the line says then.
     """
     path = Path(path)
     existed, part, stamp = os.path.lexists(path), None, None
@@ -156,16 +164,16 @@ def write_atomically(
     except (OSError, RuntimeError) as error:
         if isinstance(error.__context__, OSError):  # torch hides the cause
             error = error.__context__
-        why = f"({reason(error)})"
+        why = reason(error)
         if was_replaced(path, part, stamp):
-            raise UserError(
+            raise WriteFailed(
                 f"{show_path(path)} was written, but the disk did not confirm "
-                f"it {why}: check the disk, and then the file"
+                f"it ({why}): check the disk, and then the file", why
             ) from error
-        line = f"{show_path(path)} could not be written {why}"
+        line = f"{show_path(path)} could not be written ({why})"
         if existed and (part is None or os.path.lexists(part)):
             line += ", and is unchanged"
-        raise UserError(line + advice) from error
+        raise WriteFailed(line + advice, why) from error
     finally:
         if part:
             with suppress(OSError):  # `remove_parts` does it later

@@ -7,7 +7,6 @@ uint16 token ids, in which `<|endoftext|>` precedes each document.
 import fcntl
 import shutil
 import sys
-import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from backstage.errors import UserError, require
 from backstage.files import (
     PART,
     Damaged,
+    WriteFailed,
     map_file,
     open_part,
     reading,
@@ -51,16 +51,20 @@ def new_folder(out):
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(out)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    _, mark = open_part(scratch / out.name)  # locked while we live
+    mark, file = open_part(out)  # locked while we live
+    folder = marked_folder(mark)
     try:
-        folder = scratch / out.name
         folder.mkdir()
         yield folder
         folder.rename(out)
+    except WriteFailed as error:  # which names what is removed now
+        raise UserError(
+            f"{out} could not be made ({error.reason}): make room, or look "
+            "after the disk, and run the same command again") from error
     finally:
-        mark.close()  # NFS keeps a folder in which a file is open
-        shutil.rmtree(scratch, ignore_errors=True)
+        with suppress(OSError):  # the next one does it
+            remove_marked(mark)
+        file.close()
 
 
 def remove_abandoned(out):
@@ -68,11 +72,23 @@ def remove_abandoned(out):
 
     Where the file system has no locks, they stay.
     """
-    for mark in out.parent.glob(f".{out.name}.*/.{out.name}.*{PART}"):
-        with suppress(OSError):
-            with open(mark, "r+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(mark.parent)
+    for mark in out.parent.glob(f".{out.name}.*{PART}"):
+        with suppress(OSError), open(mark, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_marked(mark)
+
+
+def marked_folder(mark: Path) -> Path:
+    """The unfinished folder that has this mark beside it."""
+    return mark.with_name(f"{mark.name}.d")
+
+
+def remove_marked(mark: Path) -> None:
+    """Remove an unfinished folder, and then its mark."""
+    folder = marked_folder(mark)
+    if folder.exists():
+        shutil.rmtree(folder)
+    mark.unlink()
 
 
 def find(folder):

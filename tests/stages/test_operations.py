@@ -6,23 +6,31 @@ files is judged, and whether what was said is true of them.
 """
 
 import errno
+import io
+import json
 import os
+import re
 import runpy
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
+import demo
 import pytest
+import splitfineweb
+import tiktoken
 import torch
 from stages import STARTER, same_state
 
-from backstage import files
+import fineweb
+from backstage import dataset, files
 from backstage.checkpoint import (
     list_checkpoints,
     load_checkpoint,
@@ -31,10 +39,16 @@ from backstage.checkpoint import (
 from backstage.errors import explain
 from backstage.record import COLUMNS, RECORD, Metrics
 from backstage.run import Run
-from workshop.diff import backups
+from workshop.diff import backups, checked, desk
+from workshop.diff.diff import Diff
+from workshop.stages import STAGES
+from workshop.vocabulary import save_vocabulary
+
+import shards
+import tokenise
 
 AUDITED = ("open", "os.rename", "os.remove", "os.link", "os.mkdir",
-           "os.chmod", "os.listdir", "os.scandir", "fcntl.flock")
+           "os.rmdir", "os.chmod", "os.listdir", "os.scandir", "fcntl.flock")
 FAULTS = {"kill": 0, "EIO": errno.EIO, "ENOSPC": errno.ENOSPC,
           "EIO after it": errno.EIO}
 OLD, NEW = b"# what was there\n" * 50, b"# what comes\n" * 90
@@ -45,8 +59,11 @@ class End:
     """How a fork ended."""
 
     reached: bool  # whether there was an n-th operation
-    said: str  # "" without an error, or if it was killed
-    failed: bool  # by an error that was said
+    said: str = ""  # "" without an error, or if it was killed
+    failed: bool = False  # by an error that was said
+    printed: str = ""  # "" if it was killed
+    warned: str = ""  # on stderr
+    killed: bool = False
 
 
 class Faults:
@@ -55,10 +72,11 @@ class Faults:
     def __init__(self, folder: Path, number: int, fault: str):
         self.folder, self.left, self.fault = str(folder), number, fault
         self.reached = False
-        real_sync, real_replace = os.fsync, os.replace
+        real_sync = os.fsync
         if fault == "EIO after it":  # what is audited comes before
             os.fsync = self.after(real_sync)
-            os.replace = self.after(real_replace)
+            os.replace = self.after(os.replace)
+            os.rename = self.after(os.rename)
             return
         sys.addaudithook(self.hear)
 
@@ -71,7 +89,9 @@ class Faults:
     def after(self, real: Callable) -> Callable:
         def call(*arguments):
             real(*arguments)
-            self.strike("")
+            name = arguments[0]  # fsync has an open file
+            is_path = isinstance(name, (str, os.PathLike))
+            self.strike(os.fspath(name) if is_path else "")
 
         return call
 
@@ -103,16 +123,19 @@ def in_a_fork(work: Callable[[], object], folder: Path, number: int,
     if not (child := os.fork()):
         try:
             said, failed = "", False
+            printed, warned = io.StringIO(), io.StringIO()
             faults = Faults(folder, number, fault)
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 1)
             os.dup2(null, 2)
             try:
-                work()
+                with redirect_stdout(printed), redirect_stderr(warned):
+                    work()
             except BaseException as error:
                 said, failed = explain(error) or f"a bug: {error!r}", True
-            text = f"{int(faults.reached)}{int(failed)}{said}"
-            os.write(writer, text.encode())
+            end = End(faults.reached, said, failed, printed.getvalue(),
+                      warned.getvalue())
+            os.write(writer, json.dumps(vars(end)).encode())
         finally:
             os._exit(0)
     os.close(writer)
@@ -121,8 +144,8 @@ def in_a_fork(work: Callable[[], object], folder: Path, number: int,
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         assert fault == "kill"
-        return End(reached=True, said="", failed=False)
-    return End(text[0] == "1", text[2:], text[1] == "1")
+        return End(reached=True, killed=True)
+    return End(**json.loads(text))
 
 
 def try_all(tmp_path: Path, prepare: Callable[[Path], Callable[[], object]],
@@ -135,7 +158,7 @@ def try_all(tmp_path: Path, prepare: Callable[[Path], Callable[[], object]],
     total = 0
     for fault in FAULTS:
         for number in count(1):
-            folder = tmp_path / f"{fault}-{number}"
+            folder = tmp_path / f"{fault.replace(' ', '-')}-{number}"
             folder.mkdir()
             work = prepare(folder)
             end = in_a_fork(work, folder, number, fault)
@@ -286,6 +309,106 @@ def test_the_working_copy(linked, tmp_path, monkeypatch):
     assert try_all(tmp_path, prepare, judge) > 15
 
 
+@dataclass(frozen=True)
+class Command:
+    """What an attendee types, and what it makes of the working copy."""
+
+    type: Callable[[], None]
+    before: bytes
+    after: bytes
+    done: str  # what it prints first, once it is done
+
+
+STD, DDP = (STAGES[name].solution.read_bytes() for name in ("std", "ddp"))
+OLDER, EARLIER = b"# the oldest\n", b"# what was there before\n"
+COMMANDS = {
+    "apply": Command(lambda: desk.apply("ddp"), STD, DDP, "made change 1"),
+    "reset": Command(lambda: desk.reset("ddp"), STD, DDP, "is now ddp"),
+    "undo": Command(desk.undo, STD, EARLIER, "is now 20251231-000001-3"),
+    "date": Command(lambda: desk.reset("20251231-000000-2"), STD, OLDER,
+                    "is now 20251231-000000-2"),
+}
+
+
+@pytest.fixture
+def use_desk(monkeypatch):
+    """A function: a folder has the working copy, and earlier ones."""
+    def use_desk(folder: Path, data: bytes) -> Path:
+        script = folder / "code" / "train_gpt2.py"
+        kept = script.parent / "backups"
+        kept.mkdir(parents=True)
+        script.write_bytes(data)
+        (kept.parent / "train_gpt2.20251230-000000.py").write_bytes(b"# 1\n")
+        (kept / "20251231-000000-2.py").write_bytes(OLDER)
+        (kept / "20251231-000001-3.py").write_bytes(EARLIER)
+        for module in backups, desk:
+            monkeypatch.setattr(module, "DESK", script)
+        monkeypatch.setattr(backups, "FOLDER", kept)
+        monkeypatch.setattr(Diff.__init__, "__defaults__", (script, None))
+        return script
+
+    return use_desk
+
+
+def kept_in(script: Path) -> dict[str, bytes]:
+    """The earlier versions of a working copy."""
+    return {file.name: file.read_bytes()
+            for file in script.parent.glob("**/*.py") if file != script}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_apply_reset_and_undo(name, tmp_path, use_desk):
+    command = COMMANDS[name]
+    Diff("ddp", data=STD)  # it reads the lesson once
+
+    def prepare(folder):
+        use_desk(folder, command.before)
+        return command.type
+
+    def judge(folder, end):
+        script = folder / "code" / "train_gpt2.py"
+        there, kept = script.read_bytes(), kept_in(script)
+        assert there in (command.before, command.after)
+        done = there == command.after
+        assert not done or command.before in kept.values()
+        assert {OLDER, EARLIER} < {*kept.values()}
+        agrees(end, done, existed=True)
+        if not end.killed:
+            assert done == (command.done in end.printed
+                            or "is written, but" in end.said)
+        for named in re.findall("(?<=previous version: )[^ \n]+",
+                                end.printed):
+            assert Path(named).read_bytes() == command.before
+        with redirect_stdout(None):
+            desk.undo()  # to what was there
+        assert script.read_bytes() == command.before if done else (
+            script.read_bytes() in (OLDER, EARLIER))
+        if not end.reached:
+            assert done
+
+    assert try_all(tmp_path, prepare, judge) > 15
+
+
+def test_what_has_passed_the_check(tmp_path, use_desk, monkeypatch):
+    """The record of other stages stays, or a warning says which is lost."""
+    def prepare(folder):
+        script = use_desk(folder, STD)
+        monkeypatch.setattr(checked, "RECORD", script.parent / ".checked.json")
+        checked.record("mpi", OLD)
+        return lambda: checked.record("ddp", NEW)
+
+    def judge(folder, end):
+        assert not end.failed  # the check itself has passed
+        assert checked.has_passed("mpi", OLD)
+        done = checked.has_passed("ddp", NEW)
+        if not end.killed:
+            assert done != ("does not know of this check" in end.warned)
+        files.remove_parts(folder / "code")
+        assert not [*(folder / "code").glob(f".*{files.PART}")]
+
+    assert try_all(tmp_path, prepare, judge) > 10
+
+
 def test_the_starter(tmp_path):
     """One file without a word for each error: what is there counts."""
     starter = runpy.run_path(str(STARTER))
@@ -338,3 +461,113 @@ def test_the_starter(tmp_path):
         assert try_all(tmp_path, prepare, judge) > 20
     finally:
         torch.distributed.destroy_process_group()
+
+
+WORDS = ["Each shard is written whole. " * 4, "Or it is not there. " * 9]
+
+
+def make_demo(folder: Path) -> None:
+    """Write a vocabulary, two shards and a manifest, as demo.py does."""
+    demo.write(folder / "out", {"files": "here"}, WORDS, WORDS[1:],
+               demo.character_vocabulary("".join(sorted({*"".join(WORDS)}))))
+
+
+def make_shards(folder: Path) -> None:
+    """Write three shards, the manifest after each, as fineweb.py does."""
+    with fineweb.alone(folder / "out"):
+        files.remove_parts(folder / "out")
+        flags = fineweb.Flags(
+            str(folder / "text"), files="*.txt", shard_size=130,
+            out=folder / "out", vocabulary=folder / "vocabulary")
+        made = fineweb.begin(flags)
+        if made["complete"]:
+            return
+        encoding = dataset.load_vocabulary(flags.out)
+        encode = tokenise.Encoder(encoding)
+        fineweb.build(flags.out, made, encoding, (
+            (batch, encode(batch.texts)) for batch in fineweb.read_all(made)))
+
+
+def split_shards(folder: Path) -> None:
+    """Write each shard of a folder in two parts, as splitfineweb.py does."""
+    sys.argv = ["splitfineweb.py", str(folder / "there"), "--parts", "2",
+                "--out", str(folder / "out")]
+    splitfineweb.main()
+
+
+@dataclass(frozen=True)
+class Builder:
+    """A program that makes a dataset's folder."""
+
+    make: Callable[[Path], None]
+    appears_whole: bool  # else it grows by whole files
+
+
+BUILDERS = {
+    "demo": Builder(make_demo, True),
+    "fineweb": Builder(make_shards, False),
+    "split": Builder(split_shards, True),
+}
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A function that fills a folder with what the builders read."""
+    first = tmp_path / "sources"
+    (first / "text").mkdir(parents=True)
+    (first / "text" / "all.txt").write_text("\n<|endoftext|>\n".join(WORDS))
+    small = tiktoken.Encoding(
+        "small", pat_str=tokenise.GPT2_SPLITS[0], mergeable_ranks={
+            bytes([byte]): byte for byte in range(256)},
+        special_tokens={dataset.END_OF_TEXT: 256})
+    (first / "vocabulary").mkdir()
+    save_vocabulary(small, first / "vocabulary")
+    make_demo(first)
+    (first / "out").rename(first / "there")
+    return lambda folder: shutil.copytree(first, folder, dirs_exist_ok=True)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_dataset(name, tmp_path, sources, monkeypatch):
+    """Made again after any fault, it is what an undisturbed one is."""
+    builder = BUILDERS[name]
+    monkeypatch.setattr(sys, "argv", sys.argv)  # to have it back
+
+    def make(folder: Path) -> dict[str, bytes]:
+        builder.make(folder)
+        return {path.name: path.read_bytes().replace(bytes(folder), b"")
+                for path in (folder / "out").iterdir()}
+
+    sources(tmp_path / "whole")
+    whole = make(tmp_path / "whole")
+    assert len(whole) > 4
+
+    def prepare(folder):
+        sources(folder)
+        return lambda: builder.make(folder)
+
+    def judge(folder, end):
+        out = folder / "out"
+        there = {path.name for path in out.glob("[!.]*")}
+        done = there == {*whole}
+        for shard in out.glob("[!.]*.npy"):
+            assert shard.read_bytes() == whole[shard.name]
+        if builder.appears_whole:
+            assert done or not out.exists()
+        for line, right in (
+                ("could not be written", False), ("is written, but", True)):
+            for file in re.findall(f"^(\\S+) {line}", end.said):
+                assert Path(file).exists() == (
+                    right or "is unchanged" in end.said)
+        if not end.killed:
+            assert end.failed or done
+            assert not (done and "could not be made" in end.said)
+        if done and builder.appears_whole:
+            shards.remove_abandoned(out)  # as the next one does
+        else:
+            with redirect_stdout(None):
+                assert make(folder) == whole
+        assert {*os.listdir(folder)} == {
+            "text", "vocabulary", "there", "out"}, "a trace is left"
+
+    assert try_all(tmp_path, prepare, judge) > 20

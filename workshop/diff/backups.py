@@ -120,8 +120,10 @@ def replace_desk(data, before, what=""):
         raise UserError(f"{show_path(DESK)} is unchanged ({error})") from error
     if backup and what:
         named = backup.with_name(f"{backup.stem}.{what}{backup.suffix}")
-        with suppress(OSError):
-            backup = backup.rename(named)
+        with suppress(OSError):  # which a server may say after it, too
+            backup.rename(named)
+        if named.exists():
+            backup = named
     return backup
 
 

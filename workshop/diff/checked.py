@@ -28,12 +28,14 @@ def record(stage, data):
     """
     try:
         with locked_desk():  # another check may be ending, too
-            passed = read()
+            passed = load()
             passed.setdefault(stage, {})[digest(data)] = time.strftime(
                 "%Y-%m-%d %H:%M:%S")
             text = json.dumps(passed, indent=1) + "\n"
             write_atomically(RECORD, text.encode())
     except (OSError, UserError) as error:
+        if has_passed(stage, data):  # it is written, as the error says
+            return warn(str(error))
         warn(f"{show_path(RECORD)} does not know of this check: batch files "
              f"will not train with this script ({error})")
 
@@ -51,10 +53,25 @@ def last_passed(stage):
 def read():
     """What is recorded; nothing if the file is damaged or unreadable."""
     try:
-        passed = json.loads(read_regular(RECORD))
+        return load()
+    except OSError:
+        return {}
+
+
+def load() -> dict[str, dict[str, str]]:
+    """What is recorded; nothing if there is no file, or it is damaged.
+
+    Raises `OSError` if it cannot be read: what is in it may be needed later.
+    """
+    try:
+        data = read_regular(RECORD)
+    except FileNotFoundError:
+        return {}
+    try:
+        passed = json.loads(data)
         return {stage: {str(key): str(when) for key, when in hashes.items()}
                 for stage, hashes in passed.items()}
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError, RecursionError):
         return {}
 
 

@@ -84,11 +84,18 @@ def undo():
     Done twice, it brings this version back.
     """
     for backup in reversed(backups()):
-        try:
-            if read_regular(backup) != now():
-                return put_back(backup, label(backup))
-        except OSError:  # it cannot be put back
+        if not backup.is_file():  # it cannot be put back
             continue
+        try:
+            differs = read_regular(backup) != now()
+        except OSError as error:  # one before it would be another version
+            raise UserError(
+                f"{show_path(DESK)} is unchanged: its previous version, "
+                f"{show_path(backup)}, cannot be read ({error.strerror}): "
+                "`python -m workshop reset --list` shows the others"
+            ) from error
+        if differs:
+            return put_back(backup, label(backup))
     raise UserError("there is nothing to undo: no backup of "
                     f"{show_path(DESK)} differs from it")
 
