@@ -13,6 +13,7 @@ import time
 import traceback
 
 from backstage import ROOT
+from backstage.leaving import leave_mpi
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What torch.distributed says only of another process that is gone or silent.
@@ -143,37 +144,23 @@ def leave(status):
     an error, an exit handler that leaves a process group would wait for the
     other ranks, with NCCL for ten minutes. With MPI an error ends all ranks.
     """
-    leave_mpi(status)
+    leave_mpi(status, lambda: finish(0))
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not isinstance(status, int):
         sys.exit(status)
-    if "rankcheck_witness" in sys.modules:  # `why` watches
-        sys.modules["rankcheck_witness"].leave(status)
-    if status == 0 or not distributed.is_initialized():
-        atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    finish(status, status == 0 or not distributed.is_initialized())
     os._exit(status)
 
 
-def leave_mpi(status):
-    """Leave the other processes of MPI, or end them all after an error.
-
-    They would wait for this one for ever, and MPI_Finalize for them.
+def finish(status: int, call_exit_handlers: bool = True) -> None:
+    """Do what is left to do in a process that ends without Python's clean-up.
     """
-    MPI = sys.modules.get("mpi4py.MPI")
-    if MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
-        return
+    if "rankcheck_witness" in sys.modules:  # `why` watches
+        sys.modules["rankcheck_witness"].leave(status)
+    if call_exit_handlers:
+        atexit._run_exitfuncs()
     sys.stdout.flush()
-    if (comm := MPI.COMM_WORLD).size > 1:
-        if status not in (0, None):
-            sys.stderr.flush()
-            comm.Abort(status if isinstance(status, int) else 1)
-        # in MPI_Finalize, MPICH over TCP (UCX) completes its connections, and
-        # a rank that waits there no longer answers: each writes to all before
-        comm.Ialltoallv(MPI.IN_PLACE, (bytearray(comm.size), MPI.BYTE)).Wait()
-        time.sleep(0.1)
-    MPI.Finalize()
+    sys.stderr.flush()
 
 
 def silence():
