@@ -142,7 +142,8 @@ def come_to_start_here(page, url, shell, keep):
     for name in ("notebooks", "start_here.ipynb"):
         files.locator(".jp-DirListing-item", has_text=name).dblclick()
     lesson = Lesson(page)
-    lesson.run("journey()")
+    # as a newcomer sees it
+    assert "Your script is std. What can follow:" in lesson.run("journey()")
     page.keyboard.press("Escape")
     page.keyboard.press("Control+Home")
     page.locator(".jp-NotebookPanel h1").scroll_into_view_if_needed()
@@ -162,14 +163,14 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     repo = repo.rename(home / "gpt2-workshop")
     copy_course(repo, *ENVIRONMENT, ".gitattributes", ".gitignore")
     (repo / "fineweb" / "demo").symlink_to(ROOT / "fineweb" / "demo")
-    script = repo / "code" / "train_gpt2.py"
-    script.write_text(Diff("ddp", script).apply([1, 2, 3, 4]))
     commit_all(repo)
     page.on("dialog", lambda dialog: dialog.accept())  # leaves the page
     url = lab(home, SHELL="/bin/bash",
               JUPYTER_PATH=str(portal / "share" / "jupyter"))
     assert str(portal) in kernel(url)
     come_to_start_here(page, url, shell, keep)
+    script = repo / "code" / "train_gpt2.py"
+    script.write_text(Diff("ddp", script).apply([1, 2, 3, 4]))
     lesson = Lesson(page)
     lesson.run("beside(")
     page.get_by_role("link", name="side by side").click()

@@ -188,12 +188,23 @@ def choose(stage):
 
 
 def done():
-    """Rows: each lesson, when its check was passed last, how many runs."""
+    """Rows: each lesson, when its check was passed last, how many runs.
+
+    First come those of the path that most lessons go on from.
+    """
     found, _ = runs.read_all(runs.list_folders(runs.RUNS))
     count = Counter(run.stage for run in found)
+    together = Counter(map(first_lesson, LESSONS))
     return [(stage, find(stage).title,
              (checked.last_passed(stage) or "")[:16], count[stage])
-            for stage in LESSONS]
+            for stage in sorted(LESSONS, key=lambda name: -together[
+                first_lesson(name)])]
+
+
+def first_lesson(stage: str) -> str:
+    """The lesson that one begins with to come to this stage."""
+    before = find(stage).after
+    return first_lesson(before) if before in LESSONS else stage
 
 
 def what_next():
