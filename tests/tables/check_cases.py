@@ -5,7 +5,7 @@
 
 They stand in check/STAGE, see planted.py. A wrong script has to get one
 diagnosis, whose first line holds the given words; a right one passes, with
-these words in its warning if there are any. To extend the table, add a file.
+these words in its warning, or in what to do about it, if there are any. To extend the table, add a file.
 Slips of one line are not here but in mutants.py, which makes them itself.
 """
 
@@ -21,7 +21,9 @@ CASES = load_all("check")
 
 
 def outcome(stage, text):
-    """(whether it passed, its first FAIL or warning, all that was said)."""
+    """(whether it passed, its first FAIL or warning with what to do, all that
+    was said).
+    """
     from rankcheck.system.errors import UserError
     from workshop.check.command import check
 
@@ -38,7 +40,11 @@ def outcome(stage, text):
     lines = [line.strip() for line in out.getvalue().splitlines()]
     first = next((i for i, line in enumerate(lines)
                   if line.startswith(("FAIL", "warn"))), None)
-    says = lines[first] if first is not None else ""
+    says = ""
+    if first is not None:
+        says = lines[first]
+        if lines[first + 1].startswith("->"):  # what to do
+            says += f" {lines[first + 1]}"
     return passed, says, out.getvalue()
 
 

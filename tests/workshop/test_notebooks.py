@@ -338,7 +338,7 @@ def test_the_planted_mistakes_are_lines_of_the_solution(stage):
     mistakes = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
     assert mistakes
     for mistake in mistakes:
-        removed = re.findall("^- (.*)$", mistake, re.MULTILINE)
+        removed = re.findall("^- +(.*)$", mistake, re.MULTILINE)
         assert removed and all(lines.count(line) == 1 for line in removed)
 
 

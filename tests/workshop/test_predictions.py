@@ -21,6 +21,8 @@ from workshop.stages import LESSONS, STAGES
 # What the check has to print, quoted in an answer: "The check says: `...`",
 # or "The check looks at this and that, and says: `...`".
 QUOTE = re.compile(r"The check\b[^`]*\bsays:\s`([^`]+)`")
+# Of a script that is right, but slow: all that is quoted up to the end.
+WARNS = re.compile(r"the\scheck\spasses,\sand\swarns:(.*)", re.DOTALL)
 
 
 def left_out():
@@ -40,7 +42,7 @@ def without(stage, number):
     return diff.apply(set(range(1, diff.total + 1)) - {number})
 
 
-def broken():
+def broken(quote=QUOTE):
     """The same for the mistakes of "Break it", made in the finished script.
 
     A notebook shows the lines that go and those that come, without their
@@ -50,7 +52,7 @@ def broken():
     for stage in LESSONS:
         for cell in read_notebook(f"diff_{stage}").values():
             title = re.search(r"^### (\d\. .*)", cell, re.MULTILINE)
-            if title and QUOTE.search(cell):
+            if title and quote.search(cell):
                 block, = re.findall("```diff\n(.*?)```", cell, re.DOTALL)
                 yield (f"{stage}-{title[1]}", stage, None, cell,
                        functools.partial(edit_lines, STAGES[
@@ -100,6 +102,22 @@ def test_the_check_says_what_the_answer_quotes(
     assert quoted in failed[1], out.getvalue()
 
 
+@pytest.mark.whole
+@pytest.mark.parametrize("stage, text, make", [
+    pytest.param(stage, text, make, id=name)
+    for name, stage, _, text, make in broken(WARNS)])
+def test_the_check_warns_of_what_the_answer_quotes(
+        stage, text, make, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    script = program(tmp_path / "train_gpt2.py", make())
+    number = Diff(stage, script).left[0].number
+    assert check(stage, script, change=number)
+    out = capsys.readouterr().out
+    quotes = re.findall("`([^`]+)`", WARNS.search(text)[1])
+    assert quotes and "  warn  " in out
+    assert all(" ".join(quote.split()) in out for quote in quotes), out
+
+
 SMALL = {  # the ends of lines of rank 0
     "lit-trainer-cell": "y = 3.00 x + 1.00",
     "lit-log-cell": "sync_dist=False:|loss=2.0|lr=0.10000000149011612|"
@@ -132,6 +150,52 @@ def test_the_check_knows_a_wrapper_of_ones_own(tmp_path):
     row, _ = bench.plan(True)
     assert all(finding.verdict == "ok" for _, finding in ask(
         bench.make(row), reference, row.kind))
+
+
+def run_cell(name, change=lambda source: source):
+    """What the ranks of a cell of diff_ddp print, a line each."""
+    head, _, cell = change(read_notebook("diff_ddp")[name]).partition("\n")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        ranks.answer("\n" + cell, int(head.split()[1]), 60)
+    answers = list(map(json.loads, out.getvalue().splitlines()))
+    assert not any("error" in answer for answer in answers)
+    return [answer["line"] for answer in answers if "line" in answer]
+
+
+@pytest.mark.whole
+def test_the_backward_pass_waits_for_a_slow_rank():
+    said = run_cell("ddp-waits-cell")
+    lines = [re.fullmatch(r"rank (\d): (.+): (\d+) ms", line).groups()
+             for line in said]
+    times = {(rank, name): int(ms) for rank, name, ms in lines}
+    assert times.pop(("0", "backward()")) > 250
+    assert len(times) == 5 and max(times.values()) < 150
+
+
+@pytest.mark.whole
+def test_which_workers_draw_the_same_numbers():
+    """As they are, and with the seeds of the answer."""
+    def seeded(source):
+        solution, = re.findall(
+            "```python\n(.*?)```", read_notebook("diff_ddp")[
+                "ddp-workers-after"], re.DOTALL)
+        old = re.search(r"torch.manual_seed\(.*num_workers=2\)\n", source,
+                        re.DOTALL)[0]
+        return source.replace(old, solution)
+
+    def drawn(said):
+        """Of each of torch, np.random and the dataset: (rank, worker)'s."""
+        rows = [line.split(": ")[2].split() for line in said]
+        assert len(rows) == 4
+        return [*zip(*rows)]
+
+    torchs, numpys, own = drawn(run_cell("ddp-workers-cell"))
+    assert len(set(own)) == 1
+    for numbers in torchs, numpys:
+        assert numbers[:2] == numbers[2:] and len(set(numbers)) == 2
+    for numbers in drawn(run_cell("ddp-workers-cell", seeded)):
+        assert len(set(numbers)) == 4
 
 
 @pytest.mark.whole

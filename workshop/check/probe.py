@@ -111,6 +111,9 @@ class Course:
             self.seen["start"] = self.state("data")
         if self.inferring:
             return
+        if isinstance(module, DistributedDataParallel) and (
+                not module.require_backward_grad_sync):
+            self.log.asked("forward in no_sync", None)
         again = torch._C._current_graph_task_id() != -1  # a checkpoint's
         self.seen["recomputed"] |= again
         if torch.is_grad_enabled() and not self.seen["compiled"]:
@@ -153,8 +156,8 @@ class Course:
 
 
 def backstage(log):
-    """Notes which device the script asks for; any rank's error is said at
-    once, as no launcher will end this rank.
+    """Notes which device the script asks for, and where it calls no_sync();
+    any rank's error is said at once, as no launcher will end this rank.
     """
     def ask(what, device):
         number = re.search(r"\d+$", str(device))
@@ -165,6 +168,12 @@ def backstage(log):
         if device_ids:
             ask("device_ids", device_ids[0])
         wrap(ddp, module, device_ids, *args, **kwargs)
+
+    @replace(DistributedDataParallel, "no_sync")
+    def no_sync(no_sync, ddp):
+        (line, *_), *_ = log.place()
+        log.asked("no_sync", line)
+        return no_sync(ddp)
 
     @replace(torch.accelerator, "set_device_index")
     @replace(torch.cuda, "set_device")

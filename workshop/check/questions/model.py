@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from rankcheck.engine.findings import fail, ok, percent, warn
+from rankcheck.engine.findings import Line, fail, ok, percent, warn
 from rankcheck.record.tensors import describe, length, names
 from workshop.check.plan import LEARNING_RATE, MINIBATCH, STEPS, B
 from workshop.check.questions.question import (
@@ -162,9 +162,14 @@ def reductions(trial, reference):
     count /= len(reference.seen[0]["start"]["flat"]) * (STEPS - 1)
     if count < 1.5:
         return ok(f"gradients are reduced {count:.1f} times a step")
+    fix = ["once is enough, after the last microbatch"]
+    entered = trial.asked("no_sync")  # the lines
+    if entered and not trial.asked("forward in no_sync"):
+        fix = ["no_sync() (", Line(entered[0]), ") decides in the forward "
+               "pass: call the model inside it, too"]
     return warn(
         f"gradients are reduced {count:.1f} times a step: {count:.0f} times "
-        "the communication", "once is enough, after the last microbatch")
+        "the communication", fix)
 
 
 @question("weights are gathered block by block",

@@ -211,8 +211,9 @@ def ok(text: str, **more: Unpack[Details]) -> Finding:
     return Finding("ok", [text], [], **more)
 
 
-def warn(text: str, hint: str, **more: Unpack[Details]) -> Finding:
-    return Finding("warn", [text], [hint], **more)
+def warn(text: str, hint: str | Iterable[Fragment],
+         **more: Unpack[Details]) -> Finding:
+    return Finding("warn", [text], as_fragments(hint), **more)
 
 
 def fail(sentence: str | Iterable[Fragment],
