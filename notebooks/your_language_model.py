@@ -33,6 +33,8 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--padded", action="store_true",
+                        help="what is below 30 is padding")
     parser.add_argument("--save", help="a folder for from_pretrained")
     args = parser.parse_args()
 
@@ -59,7 +61,10 @@ def main():
         sampler.set_epoch(epoch)
         for tokens in loader:
             tokens = tokens.to(device)
-            loss = model(input_ids=tokens, labels=tokens).loss
+            labels = tokens
+            if args.padded:  # the loss leaves it out
+                labels = tokens.masked_fill(tokens < 30, -100)
+            loss = model(input_ids=tokens, labels=labels).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

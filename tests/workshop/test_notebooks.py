@@ -538,11 +538,12 @@ def test_your_model_says_what_its_answers_quote(
         **shown["your_model"]}
     asked = [k for k, cell in enumerate(book)
              if calls(cell).startswith("verify(")]
-    assert len(asked) == 11
+    assert len(asked) == 12
     for call in {calls(book[k]) for k in asked}:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             eval(call, {"verify": lambda number, mistake=0, *flags:
-                        verify([str(ROOT / number)], 2, 4)
+                        verify([f"{ROOT}/{number}".split()[0],
+                                *number.split()[1:]], 2, 4)
                         if isinstance(number, str) else
                         your_model.ask(number, mistake, flags)})
         shown[call] = re.sub(" *still waiting.*\n", "", out.getvalue())
@@ -567,6 +568,28 @@ def test_your_model_says_what_its_answers_quote(
     apart = said_by(shown, "%%ranks")
     for name in ("run", "again.pt"):
         assert float(re.search(rf"{name}: (\S+) apart", apart)[1]) < 1e-5
+
+
+@pytest.mark.whole
+def test_the_mean_over_all_tokens_is_that_of_one_process(
+        tmp_path, monkeypatch, capsys):
+    """The folded answer's lines, in the script with padding."""
+    needs("transformers")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.chdir(tmp_path)
+    cell, = (cell.source for cell in read_book(
+        ROOT / "notebooks" / "your_model.ipynb").cells
+        if cell.id == "your-model-means-after")
+    lines, = re.findall("```python\n(.*?)```", cell, re.DOTALL)
+    text = (ROOT / "notebooks" / "your_language_model.py").read_text()
+    old = "            loss = model(input_ids=tokens, labels=labels).loss\n"
+    assert text.count(old) == 1
+    script = tmp_path / "train.py"
+    script.write_text(text.replace(old, lines))
+    verify([str(script), "--padded"], 2, 4)
+    out = capsys.readouterr().out
+    assert "gradients agree with a single process" in out, out
+    assert "FAIL" not in out
 
 
 @pytest.mark.whole

@@ -1,5 +1,7 @@
 """The lesson about one fast device: its rows, at a small size."""
 
+import contextlib
+import io
 import json
 import re
 import sys
@@ -15,6 +17,7 @@ from backstage.flags import DEMO, parse
 from backstage.flops import PEAKS, flops_per_token
 from notebooks.experiments import one_gpu
 from notebooks.experiments.sharding import std
+from workshop.notebook import ranks
 from workshop.results import plot
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -51,6 +54,19 @@ def test_each_row_has_one_change_more(data, monkeypatch, gpu):
     monkeypatch.setattr(one_gpu, "has_bf16", lambda device: False)
     assert "stays in fp32" in one_gpu.lacks("bf16", CPU)
     assert "bf16" not in flags("recompute")
+
+
+def test_a_scaler_without_unscale_makes_tiny_updates():
+    """By the factor that the lesson names, as its cell is run."""
+    book = json.loads((ROOT / "notebooks/one_gpu.ipynb").read_text("utf-8"))
+    cell, = ("".join(cell["source"]) for cell in book["cells"]
+             if cell["id"] == "one_gpu-scaler-cell")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        ranks.answer(cell.removeprefix("%%ranks 1"), 1, 60)
+    right, wrong = (float(moved) for moved in re.findall(
+        r"moved ([\d.e+-]+)", out.getvalue()))
+    assert right / wrong == pytest.approx(2**16, rel=0.01)
 
 
 def test_the_mfu_of_the_h200_is_that_of_the_demos_vocabulary():
