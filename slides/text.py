@@ -24,14 +24,14 @@ from notebooks.experiments import sharding
 from slides import figures, schedules
 from workshop.diff import render
 from workshop.diff.diff import Diff, differences, load_lesson
-from workshop.results import arithmetic, runs
+from workshop.results import arithmetic, limit, runs
 from workshop.stages import FIRST, LESSONS, STAGES
 
 SLIDES = ROOT / "slides"
 SHARDS, SHARD = 98, 100_000_000  # the course's dataset; tokens in a shard
 ASSUMED = {  # what an example calculates with
-    "share": 0.4,  # of a GPU's peak, which a good script reaches
-    "link": 25e9,  # bytes/s, between two nodes or between CPU and GPU
+    "share": limit.SHARE_OF_PEAK,  # which a good script reaches
+    "link": arithmetic.LINK,  # bytes/s, between nodes, or CPU and GPU
     "memory": 80e9,  # of a GPU
     "B": 16,  # samples in a microbatch
     "gpus": 8, "larger": 7e9,  # parameters of a model that does not fit
@@ -172,6 +172,7 @@ def facts():
         schedules.GPIPE, ASSUMED["stages"], ASSUMED["microbatches"]))
     rows = {path.name: runs.read(path)
             for path in sorted(runs.EXAMPLES.glob("*-[0-9]"))}
+    _, *limits = limit.scaling_limits(rows["std-1"])
     ladder = runs.read_ladder(example=True)
     record = json.loads((runs.EXAMPLES / "first_gpu.json").read_text())
     gpu = {name: record["items"][name]["found"][name]
@@ -193,6 +194,7 @@ def facts():
         "efficiency": runs.efficiency(rows.values()),
         **runs.read_given(),
         "efficiency_of": runs.published_efficiency, "waiting": waiting,
+        "lost": runs.lost_seconds, "limits": limits,
         "ladder": ladder,
         "measured": [rung for rung in ladder["rungs"]
                      if "interpreted" not in rung["name"]],

@@ -6,6 +6,8 @@ runs beside it that train the same on fewer nodes. What the network can do is
 known from the last `doctor --ranks`.
 """
 
+from __future__ import annotations  # for Python 3.9
+
 import statistics
 from contextlib import suppress
 
@@ -120,16 +122,21 @@ def compare(run, ranks, other):
            + (f"; try first: {ADVICE[part]}" if part in ADVICE else ""))
 
 
-def explain_network(sent):
-    """How long a step's messages take at least, by the doctor's figures."""
-    doctor = "`python -m workshop doctor --ranks`"
+def measured_speeds() -> dict[str, float]:
+    """Return what the doctor has measured: {where: gigabytes/s}."""
     speeds = {}
     with suppress(FileNotFoundError, UserError):
         speeds = read_json(NETWORK, {})
+    return {where: speed for where, speed in speeds.items()
+            if type(speed) in (int, float) and speed > 0}
+
+
+def explain_network(sent):
+    """How long a step's messages take at least, by the doctor's figures."""
+    doctor = "`python -m workshop doctor --ranks`"
     times = " or ".join(
         f"{1000 * sent / (1e9 * speed):.1f} ms {where} ({speed:.2f} GB/s)"
-        for where, speed in speeds.items()
-        if type(speed) in (int, float) and speed > 0)
+        for where, speed in measured_speeds().items())
     return f"a rank sends {sent / 1e6:,.1f} MB in a step: " + (
         f"that takes {times}, as the doctor measured it" if times else
         f"{doctor} on these nodes says how long that takes")

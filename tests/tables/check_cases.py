@@ -5,7 +5,8 @@
 
 They stand in check/STAGE, see planted.py. A wrong script has to get one
 diagnosis, whose first line holds the given words; a right one passes, with
-these words in its warning, or in what to do about it, if there are any. To extend the table, add a file.
+these words in its warning, or in what to do about it, if there are any. To
+extend the table, add a file.
 Slips of one line are not here but in mutants.py, which makes them itself.
 """
 

@@ -188,7 +188,7 @@ def test_which_workers_draw_the_same_numbers():
         """Of each of torch, np.random and the dataset: (rank, worker)'s."""
         rows = [line.split(": ")[2].split() for line in said]
         assert len(rows) == 4
-        return [*zip(*rows)]
+        return [*zip(*rows, strict=True)]
 
     torchs, numpys, own = drawn(run_cell("ddp-workers-cell"))
     assert len(set(own)) == 1

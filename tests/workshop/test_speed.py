@@ -5,11 +5,28 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 
 from backstage import ROOT
+from backstage.flops import num_parameters, padded_vocab_size
+from slides.text import cells
 from workshop import why as speed
-from workshop.results.runs import published_efficiency
+from workshop.results import limit
+from workshop.results.arithmetic import (
+    FP32,
+    GPT2,
+    LINK,
+    XL,
+    hiding_tokens,
+    ring,
+)
+from workshop.results.runs import (
+    EXAMPLES,
+    lost_seconds,
+    published_efficiency,
+    read,
+)
 
 
 def write_trace(file, data, message):
@@ -86,3 +103,55 @@ def test_what_is_normal_is_what_was_published(device, counts):
     *most, last = (f"{kept[number]:.0%}" for number in counts)
     assert f"{', '.join(most)} and {last}" in " ".join(
         (ROOT / "docs" / "troubleshooting.md").read_text().split())
+
+
+@pytest.mark.parametrize("config", [GPT2, XL], ids=["gpt2", "gpt2-xl"])
+def test_what_hides_the_all_reduce_depends_on_no_model(config):
+    """The backward pass of those tokens takes as long as the ring."""
+    flops, parameters = 1e14, num_parameters(config)
+    backward = 4 * parameters * hiding_tokens(flops, LINK) / flops
+    sent = ring(10**9, FP32 * parameters) / LINK
+    assert backward == pytest.approx(sent)
+
+
+@pytest.fixture
+def results_text():
+    return " ".join("\n".join(cells("results")).split())
+
+
+def test_results_has_the_limits_of_two_gpus(
+        results_text, tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "NETWORK", tmp_path / "network.json")
+    run = read(EXAMPLES / "ddp-2")
+    mine, a100, h200 = limit.scaling_limits(run)
+    assert (f"keep {int(a100.devices)} A100s busy, but only "
+            f"{int(h200.devices)} H200s.") in results_text
+    share = padded_vocab_size(GPT2["vocab_size"]) * GPT2["n_embd"] / (
+        num_parameters(GPT2))
+    assert f"in GPT-2 it is {share:.0%} of all bytes" in results_text
+    # the run's own: where its network is slowest
+    assert mine.bandwidth == LINK
+    (tmp_path / "network.json").write_text(
+        '{"in the nodes": 10, "between nodes": 0.5}')
+    again, *_ = limit.scaling_limits(run)
+    assert again.bandwidth == 0.5e9
+    assert again.tokens == pytest.approx(50 * mine.tokens)
+    assert again.devices * again.tokens == pytest.approx(8 * 128)
+
+
+def test_what_the_published_curves_lose_with_each_step(results_text):
+    """Fitted by a + b / batch size: b is lost in each step, a is not."""
+    devices = {"A100-40": "A100-40 fp16", "Max 1550": "Max 1550 bf16"}
+    shares = {}
+    for name, device in devices.items():
+        lost = lost_seconds(device)
+        row = " | ".join(f"{seconds:.0f}" for seconds in lost.values())
+        assert f"| {name} | {row} |" in results_text
+        steps = np.array([16 / size for size in lost])
+        matrix = np.stack((np.ones_like(steps), steps), axis=1)
+        (constant, stepwise), *_ = np.linalg.lstsq(
+            matrix, np.array(list(lost.values())), rcond=None)
+        shares[name] = stepwise / (stepwise + constant)
+    assert f"{shares['A100-40']:.0%} of what the A100s lose" in results_text
+    assert (f"the Max 1550 that is {shares['Max 1550']:.0%}: the rest, "
+            f"{constant:.0f} seconds") in results_text

@@ -39,7 +39,9 @@ from workshop.notebook.shown import (
 )
 from workshop.results import arithmetic
 from workshop.results import runs as results
+from workshop.results.limit import scaling_limits
 from workshop.stages import DESK, LESSONS, find
+from workshop.why import measured_speeds
 
 # ------------------------------------------------------------ every lesson
 
@@ -376,6 +378,25 @@ def runs(*folders):
     notes = [f"Preset {', '.join(presets)}.", *notes, *(
         f"{show_path(run.folder)}: {text}." for run in found
         if (text := results.describe(run.folder)))]
+    return as_table(rows, notes=notes)
+
+
+@in_one_line
+def scaling_limit(*folders):
+    """How many devices DDP can keep busy: this run's, and two GPUs'."""
+    found, _ = results.find([*map(str, folders)])
+    run = min(found, key=lambda run: run.world_size)  # it waits least
+    rows = [("device", "TFLOP/s", "GB/s", "tokens, at least",
+             "tokens in a step", "devices")]
+    rows += [(limit.device, f"{limit.flops / 1e12:.3g}",
+              f"{limit.bandwidth / 1e9:.3g}", f"{limit.tokens:,.0f}",
+              f"{limit.minibatch:,}", f"{int(limit.devices):,}")
+             for limit in scaling_limits(run)]
+    notes = []
+    if not measured_speeds():
+        notes = [f"{arithmetic.LINK / 1e9:.0f} GB/s are those of one link of "
+                 "InfiniBand HDR. In a job on several nodes, `python -m "
+                 "workshop doctor --ranks` measures yours."]
     return as_table(rows, notes=notes)
 
 

@@ -16,6 +16,7 @@ from backstage.flops import (
 )
 
 FP32 = 4  # bytes
+LINK = 25e9  # bytes/s between two nodes, with one link of InfiniBand HDR
 STATE = {"parameters": 4, "gradients": 4, "moments": 8}  # bytes of each weight
 # What FSDP shards while it accumulates without reducing: until the last
 # microbatch each rank keeps the gradients of all weights.
@@ -92,6 +93,20 @@ def at_most(config, recompute=False):
 def ring(n, num_bytes):
     """The bytes that each of n processes sends in a ring all-reduce."""
     return 2 * (n - 1) / n * num_bytes
+
+
+def hiding_tokens(flops: float, bandwidth: float) -> float:
+    """Return the tokens whose backward pass takes as long as DDP's all-reduce.
+
+    Those of a device's microbatch. The backward pass of a model of N weights
+    takes 4 N FLOP a token, without attention's. In a ring of many, a device
+    sends 2 x 4 N bytes of fp32 gradients. So N does not matter.
+
+    Args:
+        flops: FLOP/s that a device reaches.
+        bandwidth: bytes/s that it sends in the ring.
+    """
+    return 2 * flops / bandwidth
 
 
 def of_step(split, config, mesh, microbatches, B, T):

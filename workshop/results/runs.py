@@ -244,6 +244,18 @@ def published_efficiency(device, batch_size):
             zip(read_given()["published_gpus"], seconds, strict=True)}
 
 
+def lost_seconds(device: str) -> dict[int, float]:
+    """Return what an epoch takes more on all GPUs together than on one.
+
+    Of another course's GPUs of this kind, on as many as it has measured:
+    {batch size: seconds, added up over the GPUs}.
+    """
+    given = read_given()
+    count = given["published_gpus"][-1]
+    return {int(size): count * seconds[-1] - seconds[0]
+            for size, seconds in given["published"][device].items()}
+
+
 def efficiency(results):
     """Tokens/s per process, relative to one alone: {kind: {n: ratio}}.
 
