@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import style
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from backstage.flops import num_parameters, padded_vocab_size
-from rankcheck.probes import recorder
+from rankcheck.record import recorder
 from slides.text import cells
 from workshop.results.arithmetic import FP32
 
