@@ -200,7 +200,7 @@ def needs(*names):
 def copy_course(clone, *names):
     """Copy these folders and files of the course, without what is made."""
     made = shutil.ignore_patterns("__pycache__", "demo", "edu_*", ".cache",
-                                  ".checked.json")
+                                  ".checked.json", ".originals.json")
     for name in (*names, *["rankcheck"] * ("workshop" in names)):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():

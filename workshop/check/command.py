@@ -20,6 +20,7 @@ from workshop.diff.diff import Diff, Script
 from workshop.diff.render import advice, saved
 from workshop.instructor import classroom
 from workshop.jobs.mpirun import require_mpirun
+from workshop.jobs.originals import require_originals
 from workshop.stages import DESK, FIRST, LESSONS, STAGES, modules_of
 
 references = {}  # script -> Trial
@@ -46,6 +47,7 @@ def add_arguments(parser):
 
 
 def main(args):
+    require_originals()
     return int(not check(args.stage, verbose=args.verbose, events=args.events,
                          change=args.change))
 

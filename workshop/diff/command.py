@@ -14,6 +14,7 @@ from backstage.errors import require
 from workshop.diff import desk, render
 from workshop.diff.diff import Diff
 from workshop.instructor import classroom
+from workshop.jobs.originals import require_originals
 from workshop.stages import LESSONS, STAGES, find
 
 
@@ -41,6 +42,7 @@ def add_diff(parser):
 
 
 def diff(args):
+    require_originals()
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     left = Diff(args.stage)
     classroom.note_diff(left)
@@ -58,6 +60,7 @@ def add_apply(parser):
 def apply(args):
     require(args.all != bool(args.numbers), "give the numbers of changes, or "
             "--all: see python -m workshop apply --help")
+    require_originals()
     desk.apply(args.stage, args.numbers)
 
 
@@ -77,6 +80,7 @@ def reset(args):
     elif args.undo:
         desk.undo()
     else:
+        require_originals()
         desk.reset(args.name)
 
 

@@ -22,6 +22,7 @@ from rankcheck.system import errors
 from workshop.as_torchrun import join_world
 from workshop.jobs import git
 from workshop.jobs.interpreter import PACKAGES, last_line
+from workshop.jobs.originals import require_originals
 from workshop.stages import require_writable
 
 ROOM = 4.5  # GB: three times 124M parameters with AdamW's moments, in fp32
@@ -65,6 +66,7 @@ def main(args):
 
 
 def ask_course():
+    require_originals()
     site = ROOT / "site.sh"
     return f"commit {name_commit()}; site file " + (
         str(site) if site.is_file() else f"none, there is no {site}")

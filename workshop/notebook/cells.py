@@ -22,6 +22,7 @@ from workshop.diff.diff import Diff
 from workshop.html import paragraph
 from workshop.instructor import classroom
 from workshop.jobs import interpreter
+from workshop.jobs.originals import require_originals
 from workshop.notebook import following, lab, magics, pictures
 from workshop.notebook.jobs import log, queue, slurm, submit  # noqa: F401
 from workshop.notebook.planted import plant, unplant, why  # noqa: F401
@@ -69,6 +70,7 @@ def diff(stage, hints=None, all=False):
     hints: whether the code stays folded; left out, it is as site.sh says.
     all: all of it at once, without the reasons, as git shows it.
     """
+    require_originals()
     site = site_variables()
     if hints is None:
         hints = render.wants_hints(site)
@@ -175,6 +177,7 @@ def apply(stage, *numbers):
         numbers = ()
     require(all(isinstance(number, int) for number in numbers),
             'name changes by their numbers, or "all"')
+    require_originals()
     return how_to_reload(desk.apply, stage, numbers)
 
 
@@ -185,6 +188,7 @@ def reset(name=""):
     Without a name it says which there are.
     """
     if name:
+        require_originals()
         return how_to_reload(desk.reset, name)
     return output_of(desk.list_all)
 
