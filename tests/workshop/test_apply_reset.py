@@ -36,7 +36,8 @@ def backups(repo):
     """In their order; and nothing half written lies about."""
     folder = repo / "code" / "backups"
     assert {*(repo / "code").iterdir()} <= {
-        script(repo), folder, repo / "code" / ".checked.json"}
+        script(repo), folder, repo / "code" / ".checked.json",
+        repo / "code" / ".originals.json"}
     files = [path for path in folder.glob("*") if path.name != ".lock"]
     assert all(re.fullmatch(BACKUP, file.name) for file in files)
     return sorted(files, key=lambda file: int(number(file)))
