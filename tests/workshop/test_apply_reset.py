@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from conftest import copy_desk, edit, python, workshop
+from planted import load
 
+from backstage import ROOT
 from workshop.diff import documents
 
 TITLES = [change.title for change in documents.load("ddp")]
@@ -360,3 +362,34 @@ def test_a_wrong_word_is_one_line(repo):
         assert complaint in workshop(repo, *words, status=1)
     assert script(repo).read_bytes() == solution(repo, "std")
     assert not backups(repo)
+
+
+@pytest.mark.whole
+def test_apply_all_keeps_what_the_check_has_found_right(repo):
+    """Accumulation steps in words of one's own; a half of no_sync() is not
+    kept: the check warns of it.
+    """
+    own = ("    require(S % B == 0, f\"a minibatch of {S} samples is not "
+           "divisible by \"\n            f\"microbatches of {B}\")\n"
+           "    accumulation_steps = S // B\n",
+           "    whole_round = world_size * B\n"
+           "    require(not S % whole_round, \"they do not divide\")\n"
+           "    accumulation_steps = S // whole_round\n")
+    workshop(repo, "apply", "ddp", *map(str, range(1, 8)))
+    script(repo).write_text(edit(script(repo).read_text(), own))
+    assert f"6 of {N} changes left" in workshop(repo, "diff", "ddp")
+    workshop(repo, "check", "ddp", "8")
+    assert f"5 of {N} changes left" in workshop(repo, "diff", "ddp")
+    out = workshop(repo, "apply", "ddp", "--all")
+    assert "kept change 8 as you wrote it" in out
+    assert f"0 of {N} changes left" in out and "were replaced" not in out
+    assert "S // whole_round" in script(repo).read_text()
+    assert "all 13 changes are made" in workshop(repo, "diff", "ddp")
+    # by its number, it is made all the same
+    workshop(repo, "apply", "ddp", "8")
+    assert script(repo).read_bytes() == solution(repo, "ddp")
+
+    half = load(ROOT / "tests/tables/check/ddp/backward-alone-in-no_sync.diff")
+    script(repo).write_text(half.script())
+    assert "warn" in workshop(repo, "check", "ddp", "10")
+    assert f"1 of {N} changes left" in workshop(repo, "diff", "ddp")

@@ -87,8 +87,10 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
         # else it was another program, such as a notebook or a run
         if bench.copy.noted("started") and (changed := files.changed()):
             out.say(f"warning: {changed}, {sandbox.BY_WHOM}")
-    if right:
-        checked.record(stage if change is None else f"{stage} {change}", data)
+    if right and change is None:
+        checked.record(stage, data)
+    elif right and not trials.warned:  # else it would count as made
+        checked.record(f"{stage} {change}", data)
     if change is None:
         title = trials.wrong.title if trials.wrong else ""
         classroom.note(stage, right=right, mistake=title)

@@ -19,7 +19,7 @@ from workshop.diff.backups import (
     read_script,
     replace_desk,
 )
-from workshop.diff.diff import Diff, Script, nearest, read_stages
+from workshop.diff.diff import Diff, Left, Script, nearest, read_stages
 from workshop.results import runs
 from workshop.stages import DESK, LESSONS, STAGES, find
 
@@ -28,14 +28,32 @@ REOPEN = ("Reopen the script if an editor shows it. In JupyterLab, click into "
           "ask, take Revert: Overwrite throws these changes away.")
 
 
+def proven(diff: Diff) -> list[Left]:
+    """Return the changes in words of one's own that a check has found right.
+
+    A change that is not made at all may pass a check, too.
+    """
+    if checked.has_passed(diff.stage, diff.yours.data):
+        return diff.left
+    numbers = {item.number for item in diff.left}
+    return [item for item in diff.left
+            if diff.own_lines({item.number}) and checked.has_passed(
+                f"{diff.stage} {item.number}",
+                diff.apply(numbers - {item.number}).encode())]
+
+
 @locked_desk()
 def apply(stage, numbers=()):
-    """Make changes of the lesson, by their numbers, or all that are left."""
+    """Make changes of the lesson, by their numbers, or all that are left.
+
+    Of all, those stay as they are that the check has found right.
+    """
     diff = Diff(stage)
     left = {item.number for item in diff.left}
     for number in numbers:
         diff.require_change(number)
-    chosen = left & set(numbers) if numbers else left
+    right = {item.number for item in proven(diff)}
+    chosen = left & set(numbers) if numbers else left - right
     if not chosen:
         what = "those changes are" if numbers else "every change is"
         print(f"{what} already made; {show_path(DESK)} is unchanged")
@@ -54,7 +72,11 @@ def apply(stage, numbers=()):
     for item in diff.left:
         if item.number in chosen:
             print(f"made change {item.number}: {item.title}")
-    print(f"{len(after.left)} of {diff.total} changes left in "
+    for item in after.left:
+        if item.number in right:
+            print(f"kept change {item.number} as you wrote it: the check has "
+                  "found it right")
+    print(f"{len(left - chosen - right)} of {diff.total} changes left in "
           f"{show_path(DESK)}")
     taken = diff.own_lines(chosen)
     if taken:

@@ -37,15 +37,9 @@ def is_checked(diff):
 def split(diff):
     """The changes that are left, and those that the check has found right.
 
-    The next one to make is the first of what is left. A change that is not
-    made at all may pass a check, too.
+    The next one to make is the first of what is left.
     """
-    def is_right(item):
-        others = {it.number for it in diff.left} - {item.number}
-        return diff.own_lines({item.number}) and checked.has_passed(
-            f"{diff.stage} {item.number}", diff.apply(others).encode())
-
-    right = diff.left if is_checked(diff) else [*filter(is_right, diff.left)]
+    right = desk.proven(diff)
     return sorted((item for item in diff.left if item not in right),
                   key=lambda item: (item.number < diff.at, item.number)), right
 
