@@ -273,7 +273,8 @@ def test_cells_make_changes_and_take_them_back(repo):
     say({'apply("ddp", 3)': f"3: {documents.load('ddp')[2].title}\n",
          'apply("ddp", 3, 3)': "already made", 'apply("ddp", "all")': "0 of "})
     assert script.read_text() == STAGES["ddp"].solution.read_text()
-    say({"undo()": "is now 20", 'reset("std")': "is now std",
+    say({"undo()": "is now as it was before `apply ddp",
+         'reset("std")': "is now std",
          'apply("ddp", 99)': "there is no change 99",
          'apply("ddp")': "which changes?",
          'apply("ddp", "3")': "by their numbers",

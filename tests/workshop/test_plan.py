@@ -110,7 +110,7 @@ def test_every_session_ends_with_lightning_of_ones_own():
 
 def test_the_answer_key_is_whole(capsys):
     """Each answer of the lessons and notebooks, none of them folded."""
-    answers.main(Namespace(lesson=None))
+    answers.main(Namespace(lesson=None, minutes=None))
     key = capsys.readouterr().out
     lessons = "".join(path.read_text() for path in (
         ROOT / "workshop" / "lessons").glob("*.md"))
@@ -121,12 +121,24 @@ def test_the_answer_key_is_whole(capsys):
     assert min(asked, broken) > 20
     assert key.count("\n**Answer.**") == asked + broken
     assert "<summary>Answer" not in key
-    answers.main(Namespace(lesson="ddp"))
+    answers.main(Namespace(lesson="ddp", minutes=None))
     of_one = capsys.readouterr().out.removeprefix("# The answers, for the "
                                                   "instructor\n")
     assert "\n# ddp\n" in of_one and of_one in key and "# lit" not in of_one
     with pytest.raises(workshop.UserError, match=r"is called dpd: .*ddp"):
-        answers.main(Namespace(lesson="dpd"))
+        answers.main(Namespace(lesson="dpd", minutes=None))
+
+
+@pytest.mark.parametrize("minutes", [None, *slides.LENGTHS])
+def test_the_answers_come_in_the_plans_order(minutes, capsys):
+    answers.main(Namespace(lesson=None, minutes=minutes))
+    found = re.findall("^# (\\w+)$", capsys.readouterr().out, re.M)
+    plan = [name.removeprefix("diff_") for name, row in
+            slides.read_plan().items() if " " not in name and (
+                minutes is None or minutes in row.minutes)]
+    assert found == [name for name in plan if name in found]
+    assert {"ddp", "lit"} <= {*found}
+    assert ("mpi" in found) == (minutes is None)
 
 
 def test_the_site_file_is_handed_out_to_all_clones(tmp_path):

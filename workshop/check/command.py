@@ -69,10 +69,12 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
         broken = ""
     require(not broken, f"{show_path(script)} is not Python yet, {broken}")
     out, files = Events() if events else Terminal(verbose), sandbox.Kept()
+    place = ""
     with scratch_folder(out.interrupted) as folder:
         require_python(script, data)
         if change is not None:
             change, data = make_others(stage, script, yours, change, out.say)
+            place = find_place(Diff(stage, script, yours), change)
             if data is None:
                 out.report(right=True)
                 return True
@@ -82,7 +84,7 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
 
         files.changed()  # by others, while torch was imported
         bench = trial.Bench(folder, stage, script, data, out.say)
-        trials = Check(bench, out, change, lines_as_in(yours, data))
+        trials = Check(bench, out, change, lines_as_in(yours, data), place)
         right = trials.run()
         # else it was another program, such as a notebook or a run
         if bench.copy.noted("started") and (changed := files.changed()):
@@ -130,6 +132,16 @@ def count_processes(sizes: list[str]) -> str:
     return f"{', '.join(others)} and {last} processes"
 
 
+def find_place(diff: Diff, number: int) -> str:
+    """Return ", line N" of a change: where it is one's own, or begins."""
+    for item in diff.left:
+        if item.number == number:
+            own = diff.own_lines({number})
+            line = own[0] if own else item.edits[0][0]
+            return f", line {line + 1}"
+    return ""
+
+
 def lines_as_in(yours, tried):
     """A function that names a `Line` of the script that was tried.
 
@@ -172,12 +184,13 @@ class Mistake:
 class Check:
     """The trials of a check, one after the other until one is not right."""
 
-    def __init__(self, bench, out, change, name):
+    def __init__(self, bench, out, change, name, place=""):
         """change: the number of the one that is tried alone, or None.
 
-        name: what a `Line` is called, as from `lines_as_in`.
+        name: what a `Line` is called, as from `lines_as_in`. place: of the
+        change in the attendee's script.
         """
-        self.bench, self.out = bench, out
+        self.bench, self.out, self.place = bench, out, place
         self.say, self.change, self.name = out.say, change, name
         self.plan = {row.column: row for row in bench.plan(bool(change))}
         self.last, self.wrong = "", None  # the last trial, its `Mistake`
@@ -205,7 +218,10 @@ class Check:
                      "number, the check covers everything.")
         elif self.change:
             tried = documents.load(bench.stage)[self.change - 1]
-            self.give_reason(tried, f"Change {self.change} ({tried.title})")
+            text = f"Change {self.change} ({tried.title}){self.place}"
+            if self.place:
+                self.say(f"        It is change {self.change}{self.place}.")
+            self.give_reason(tried, text)
         elif not right:
             self.localise()
         else:

@@ -6,6 +6,7 @@ And what is done so far, and what comes next.
 
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 
 from backstage.errors import UserError, require, visible
 from backstage.files import show_path
@@ -117,9 +118,24 @@ def undo():
                 "`python -m workshop reset --list` shows the others"
             ) from error
         if differs:
-            return put_back(backup, label(backup))
+            return put_back(backup, describe(backup))
     raise UserError("there is nothing to undo: no backup of "
                     f"{show_path(DESK)} differs from it")
+
+
+def describe(backup: Path) -> str:
+    """Say what a backup is: its date, or what `apply` made after it."""
+    stage, numbers = applied_after(backup)
+    if stage not in LESSONS:
+        return label(backup)
+    diff = Diff(stage, backup)
+    words = f"{numbers[0]}"
+    if len(numbers) > 1:
+        words = f"{numbers[0]} to {numbers[-1]}"
+        if numbers[-1] - numbers[0] >= len(numbers):  # some are left out
+            words = ", ".join(map(str, numbers))
+    return (f"as it was before `apply {stage} {words}`, with "
+            f"{diff.total - len(diff.left)} of {diff.total} changes made")
 
 
 def put_back(source, name):

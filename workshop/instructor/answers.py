@@ -1,10 +1,13 @@
 """The questions of the lessons with their answers, for an instructor.
 
-    python -m workshop answers ddp > answers.md
+    python -m workshop answers --minutes 60 > answers.md
+    python -m workshop answers ddp
 
 Nothing is written twice: "Predict" is taken from workshop/lessons, "Break
 it" and the other questions from the notebooks, where the answers are folded.
 """
+
+from __future__ import annotations  # for Python 3.9
 
 import json
 import re
@@ -14,6 +17,8 @@ from backstage.errors import require
 from workshop.diff.diff import load_lesson
 from workshop.stages import LESSONS
 
+LENGTHS = 60, 90, 120  # minutes, the first columns of the plan
+PLAN = "| 60 min | 90 min | 120 min | more | what | where |"
 FOLDED = re.compile(
     r"<details><summary>Answer</summary>\n(.*?)</details>", re.S)
 
@@ -38,15 +43,40 @@ def unfolded(notebook):
             for text in texts if FOLDED.search(text)]
 
 
+def plan(minutes: int | None) -> list[str]:
+    """Return the plan's notebooks, in its order.
+
+    minutes: those of a session of this length alone, one of `LENGTHS`.
+    """
+    text = (ROOT / "docs" / "INSTRUCTOR.md").read_text("utf-8")
+    found = []
+    for row in text.partition(PLAN)[2].splitlines()[2:]:
+        if not row.startswith("|"):
+            break
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        link = re.search(r"/notebooks/(\w+)\.ipynb", cells[-1])
+        if link and (minutes is None or cells[LENGTHS.index(minutes)]):
+            found.append(link[1])
+    return found
+
+
 def add_arguments(parser):
     parser.add_argument("lesson", nargs="?", help="ddp, collectives, ...")
+    parser.add_argument("--minutes", type=int, choices=LENGTHS,
+                        help="the lessons of a session of this length alone")
 
 
 def main(args):
-    """Print the answers of all lessons, or of one: a stage or a notebook."""
+    """Print the answers of all lessons, or of one: a stage or a notebook.
+
+    In the order in which the plan has them.
+    """
     lesson, texts = args.lesson, {}  # of each lesson: its questions
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        if ".20" not in path.name:
+    names = plan(args.minutes)
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb"), key=lambda path: (
+            names.index(path.stem) if path.stem in names else len(names))):
+        if ".20" not in path.name and (
+                args.minutes is None or path.stem in names):
             name = path.stem.removeprefix("diff_")
             texts[name] = predictions(name) if name in LESSONS else []
             texts[name] += unfolded(path)
