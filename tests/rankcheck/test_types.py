@@ -11,7 +11,8 @@ from backstage import ROOT
 
 @pytest.mark.whole
 def test_mypy_finds_nothing(tmp_path):
-    """As `cd rankcheck && mypy` does it; its settings are in pyproject.toml."""
+    """As `cd rankcheck && mypy` does it, with the settings in pyproject.toml.
+    """
     needs("mypy")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--cache-dir", tmp_path],
