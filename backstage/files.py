@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal, Optional, get_args, get_origin
 
 from backstage import ROOT
-from backstage.errors import UserError, report, require
-from backstage.leaving import leave_mpi
+from backstage.errors import UserError, leave_mpi, report, require
 
 PART = ".workshop-part"  # how the name of an unfinished file of ours ends
 MAPPED = {}  # the files that are read as memory, and their bytes

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,6 +205,29 @@ class SignalAt:
         self.count += 1
         if self.count == self.step:
             os.kill(os.getpid(), self.number)
+
+
+class DeepSpeedOnCPU(SignalAt):
+    """Lets Lightning run DeepSpeed on a CPU, where the sums are the same.
+
+    It sends a signal, too. (DeepSpeed makes an update in several calls.)
+    """
+
+    def __call__(self, log):
+        super().__call__(log)
+        import deepspeed
+        from lightning.pytorch.accelerators import CPUAccelerator
+        from lightning.pytorch.strategies import deepspeed as strategy
+
+        from backstage import zero
+
+        # no GPU's, and compiled for a minute; the package has another torch
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+        zero.DEVICES.add("cpu")
+        strategy.CUDAAccelerator = CPUAccelerator
+        strategy._validate_device_index_selection = lambda devices: None
+        initialize = deepspeed.initialize  # args: a GPU's number
+        deepspeed.initialize = lambda args, **more: initialize(**more)
 
 
 def DieAfter(steps):

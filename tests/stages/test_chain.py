@@ -15,8 +15,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import needs
-from stages import Result, agree, start_stage, train, wait_for_rows
-from test_lit import DeepSpeedOnCPU
+from stages import (
+    DeepSpeedOnCPU,
+    Result,
+    agree,
+    start_stage,
+    train,
+    wait_for_rows,
+)
 
 FLAGS = ("--max-steps", 12, "--checkpoint-every", 1, "--eval-every", 6,
          "--eval-minibatches", 1)

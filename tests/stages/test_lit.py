@@ -12,6 +12,7 @@ import torch
 import train_gpt2_lit as script
 from conftest import needs
 from stages import (
+    DeepSpeedOnCPU,
     DieAfter,
     SignalAt,
     agree,
@@ -86,29 +87,6 @@ def test_a_signal_at_the_start_stops_after_the_first_step(
         world_size=2, probes=[SignalAllTheStart()], timeout=120)
     assert len(result.rows) == 1 == result.checkpoint()["step"]
     assert "signals: " in result.out
-
-
-class DeepSpeedOnCPU(SignalAt):
-    """Lets Lightning run DeepSpeed on a CPU, where the sums are the same.
-
-    It sends a signal, too. (DeepSpeed makes an update in several calls.)
-    """
-
-    def __call__(self, log):
-        super().__call__(log)
-        import deepspeed
-        from lightning.pytorch.accelerators import CPUAccelerator
-        from lightning.pytorch.strategies import deepspeed as strategy
-
-        from backstage import zero
-
-        # no GPU's, and compiled for a minute; the package has another torch
-        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
-        zero.DEVICES.add("cpu")
-        strategy.CUDAAccelerator = CPUAccelerator
-        strategy._validate_device_index_selection = lambda devices: None
-        initialize = deepspeed.initialize  # args: a GPU's number
-        deepspeed.initialize = lambda args, **more: initialize(**more)
 
 
 @pytest.mark.whole
