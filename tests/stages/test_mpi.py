@@ -200,7 +200,7 @@ def start(request):
     return start
 
 
-# Of Open MPI 4.1, mpirun itself may wait for ever (2 of 16 launches) if ranks
+# Of Open MPI 4.1, mpirun itself may wait for ever (3 of 15 launches) if ranks
 # leave while others are in MPI_Finalize; it was never seen to wait there.
 WHICH = [("Open MPI", "all"), ("MPICH", "0"), ("MPICH", "all")]
 
