@@ -349,7 +349,7 @@ def test_what_a_job_prints_can_be_typed(slurm):
         job.get_going()
         job.signal()
         assert slurm.wait(job.job)["JobState"] == "FAILED"
-        start, advice = re.findall("^(?:command  |.*go on with:) (.*)",
+        start, advice = re.findall("^(?:command  |.*continue with:) (.*)",
                                    job.log, re.M)
         again = slurm("bash", "-c", advice).stdout.split()[-1]
         assert slurm.wait(again)["JobState"] == "COMPLETED"
