@@ -521,9 +521,13 @@ def command(run):
 
 
 def credits():
-    """The README's credits: a point for each sentence, without links."""
+    """The README's credits: a point for each sentence, without links.
+
+    The papers are on the same page.
+    """
     text = (ROOT / "README.md").read_text("utf-8")
     _, _, text = text.partition("## Credits\n")
+    text, _, _ = text.partition(" All papers are")
     require(text, "README.md has no credits")
     text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", " ".join(text.split()))
     return re.sub(r"(?:^|(?<=\.) )(?=[A-Z])", "\n- ", text).strip()
