@@ -24,7 +24,7 @@ from backstage import dataset
 from backstage.errors import UserError
 from rankcheck.engine import scratch
 from rankcheck.engine.ranks import launch
-from workshop.jobs import doctor, doctor_ranks
+from workshop.jobs import doctor, doctor_ranks, originals
 from workshop.vocabulary import save_vocabulary
 
 
@@ -81,8 +81,9 @@ def test_all_is_well(repo):
 
 
 def test_it_names_the_commit_and_the_site_file(repo, monkeypatch):
-    for module in (doctor, doctor.git):
+    for module in (doctor, doctor.git, originals):
         monkeypatch.setattr(module, "ROOT", repo)
+    monkeypatch.setattr(originals, "RECORD", repo / "originals.json")
     assert doctor.ask_course() == (
         "commit unknown, not a git clone that you may read; site file none, "
         f"there is no {repo}/site.sh")
