@@ -482,7 +482,7 @@ def test_shards_of_other_courses_are_named_and_converted(
     for i, split in enumerate(("val", "train")):
         (theirs / f"{name}{split}{number}.bin").write_bytes(
             header + (TOKENS + i).tobytes())
-    with pytest.raises(UserError, match=f"{name}.*bin: if it is of nanoGPT"):
+    with pytest.raises(UserError, match=f"{name}.*bin: if nanoGPT, "):
         dataset.check_shards(theirs, 32)
     assert not tool("splitfineweb", theirs, "--parts", 2, "--out", out)[1]
     dataset.check_shards(out, 32)

@@ -156,5 +156,5 @@ def test_an_export_is_theirs_and_comes_back(single, tmp_path, monkeypatch):
     assert text.status == 0, text.err
     for again in (export_run, single.folder, folder), (
             import_folder, folder, file):
-        with pytest.raises(UserError, match="name another"):
+        with pytest.raises(UserError, match="choose another"):
             again[0](*again[1:])

@@ -375,7 +375,7 @@ def test_apply_reset_and_undo(name, tmp_path, use_desk):
         agrees(end, done, existed=True)
         if not end.killed:
             assert done == (command.done in end.printed
-                            or "is written, but" in end.said)
+                            or "was written, but" in end.said)
         for named in re.findall("(?<=previous version: )[^ \n]+",
                                 end.printed):
             assert Path(named).read_bytes() == command.before
@@ -555,7 +555,7 @@ def test_a_dataset(name, tmp_path, sources, monkeypatch):
         if builder.appears_whole:
             assert done or not out.exists()
         for line, right in (
-                ("could not be written", False), ("is written, but", True)):
+                ("could not be written", False), ("was written, but", True)):
             for file in re.findall(f"^(\\S+) {line}", end.said):
                 assert Path(file).exists() == (
                     right or "is unchanged" in end.said)
