@@ -1,6 +1,7 @@
 """`why` about flight-recorder dumps: PyTorch's own, of ranks that wait."""
 
 import json
+import os
 import pickle
 import re
 import subprocess
@@ -122,24 +123,113 @@ def test_torchs_own_tool_agrees(name, ours, theirs, tmp_path):
         assert "Culprit" not in said and "missing ranks" not in said
 
 
+def add_messages(folder, *names, **change):
+    """Let the ranks have sent or received something, as NCCL records it: gloo
+    records no messages.
+
+    names: of what each rank has called, "" for nothing.
+    """
+    def add(rank, value):
+        last = value["entries"][-1]
+        for name in filter(None, names[rank].split(", ")):
+            value["entries"].append({
+                **last, "profiling_name": f"nccl:{name}", "is_p2p": True,
+                "retired": False, "p2p_seq_id": 1, **change})
+
+    as_nccl(folder, add)
+    files = dumps.find_files(str(folder))
+    return dumps.judge([dumps.read_dump(*item) for item in files.items()])
+
+
 def test_messages(tmp_path):
-    """As NCCL records them: gloo records none."""
+    leave_dumps(tmp_path, "time.sleep(9)")
+    found, = add_messages(tmp_path, "send 0->1", "recv 1<-2", "")
+    assert re.fullmatch(
+        r"rank 0 waits in send of group 0, to rank 1 \(.*\); no recv of rank "
+        r"1 waits for it, which waits in recv \(.*\)", found.text), found.text
+    assert found.ranks == [1] and not found.kind
+
+
+def test_messages_that_are_sent_together(tmp_path):
+    """NCCL adds an entry for all of them, which has no counterpart."""
+    leave_dumps(tmp_path, "time.sleep(9)")
+    assert not add_messages(
+        tmp_path, "send 0->1, recv 0<-1, coalesced",
+        "recv 1<-0, send 1->0, coalesced", "")
+
+
+def test_collectives_that_are_started_together(tmp_path):
+    """They share a number. A rank whose last entry lacks is no mismatch."""
     leave_dumps(tmp_path, "time.sleep(9)")
 
     def add(rank, value):
-        last = value["entries"][-1]
-        name = {0: "nccl:send 0->1", 1: "nccl:recv 1<-2"}.get(rank)
-        if name:
-            value["entries"].append({
-                **last, "profiling_name": name, "is_p2p": True,
-                "retired": False, "p2p_seq_id": 1})
+        last = {**value["entries"][-1], "collective_seq_id": 2}
+        parts = [last | {"profiling_name": "nccl:_all_gather_base",
+                         "retired": False}] * 2
+        end = last | {"profiling_name": "nccl:coalesced"}
+        value["entries"] += [*parts, end] if rank < 2 else parts
 
     as_nccl(tmp_path, add)
     files = dumps.find_files(str(tmp_path))
     found, = dumps.judge([dumps.read_dump(*item) for item in files.items()])
-    assert re.fullmatch(
-        r"rank 0 waits in send of group 0, to rank 1 \(.*\); no recv of rank "
-        r"1 waits for it, which waits in recv \(.*\)", found.text), found.text
+    assert not found.kind and found.text.startswith(
+        "rank 2 waits in collective 2 of group 0, _all_gather_base of ")
+
+
+def test_groups_of_one_name_on_other_ranks(tmp_path):
+    """They are two groups: their collectives are not compared."""
+    leave_dumps(tmp_path, "time.sleep(9)")
+
+    def split(rank, value):
+        last = value["entries"][-1]
+        ranks = "[0]" if rank == 0 else "[1, 2]"
+        value["pg_config"]["5"] = {"name": "5", "desc": "", "ranks": ranks}
+        name = "nccl:broadcast" if rank == 0 else "nccl:all_reduce"
+        value["entries"].append({
+            **last, "process_group": ("5", ""), "profiling_name": name})
+
+    as_nccl(tmp_path, split)
+    files = dumps.find_files(str(tmp_path))
+    read = [dumps.read_dump(*item) for item in files.items()]
+    assert {call.group.ranks for call in read[0].calls[-1:]} == {(0,)}
+    assert not dumps.judge(read)
+
+
+@pytest.mark.parametrize(("name", "differs"), [
+    ("all_reduce", True), ("all_gather", False), ("broadcast", True),
+    ("all_to_all_single", False), ("reduce_scatter", False)])
+def test_sizes_that_may_differ(name, differs, tmp_path):
+    """NCCL gathers and scatters lists of tensors of several sizes."""
+    leave_dumps(tmp_path, "time.sleep(9)")
+
+    def grow(rank, value):
+        value["entries"][-1] |= {
+            "profiling_name": f"nccl:{name}", "retired": False,
+            "input_sizes": [[4 + rank]], "output_sizes": [[4 + rank]]}
+
+    as_nccl(tmp_path, grow)
+    files = dumps.find_files(str(tmp_path))
+    found, = dumps.judge([dumps.read_dump(*item) for item in files.items()])
+    assert bool(found.kind) == differs, found.text
+    assert ("the sizes differ" in found.text) == differs
+
+
+def test_evidence_comes_first(tmp_path):
+    """A folder that `why run` has written to may hold pickles of a script."""
+    script = program(tmp_path / "script.py", "print('done')\n")
+    folder = tmp_path / "why"
+    python(tmp_path, "-m", "rankcheck", "why", "run", "--", sys.executable,
+           script, PYTHONPATH=CLONE_PATH, RANKCHECK_WHY=str(folder))
+    (folder / "state_0").write_bytes(pickle.dumps([1]))
+    end = python(tmp_path, "-m", "rankcheck", "why", folder,
+                 PYTHONPATH=CLONE_PATH)
+    assert end.returncode == 0 and "all ranks have ended" in end.stdout, end
+
+
+def test_a_fifo_is_no_dump(tmp_path):
+    """Opening it would wait for a writer."""
+    os.mkfifo(tmp_path / "dump_0")
+    assert dumps.find_files(str(tmp_path)) == {}
 
 
 @pytest.mark.parametrize("content", [

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rankcheck.engine.findings import Finding
 from rankcheck.system.command_line import Parser
 from rankcheck.system.errors import UserError
 from rankcheck.why import dumps, evidence, hang, start
@@ -28,7 +29,7 @@ from rankcheck.why.answer import (
     order,
     to_json,
 )
-from rankcheck.why.ranks import Rank
+from rankcheck.why.ranks import Rank, RankNumbers
 
 SCHEMA = 1  # of --json: another number if a field changes or goes
 TIMED = 4  # ranks of which the lines are told that take the time
@@ -129,10 +130,13 @@ def why(request: Request) -> int:
         UserError: if there is nothing to see.
     """
     target = request.target
-    files = dumps.find_files(target) if target else {}
-    if files:
+    try:
+        folder = evidence.find(target, request.runs)
+    except UserError:  # flight-recorder dumps may be all that there is
+        files = dumps.find_files(target) if target else {}
+        if not files:
+            raise
         return answer_dumps(files, request)
-    folder = evidence.find(target, request.runs)
     starts = start.starts_of(folder)
     begun = starts[-1] if starts else None
     commands = {one.token: one.command for one in starts}
@@ -173,20 +177,35 @@ def why(request: Request) -> int:
 def answer_dumps(files: dict[int, Path], request: Request) -> int:
     """Print what flight-recorder dumps show; returns the exit status."""
     read = [dumps.read_dump(rank, file) for rank, file in files.items()]
-    findings = dumps.judge(read)
+    folder = read[0].file.parent
+    findings = sorted(dumps.judge(read), key=lambda found: not found.kind)
     status = int(any(found.kind for found in findings))
-    if not request.as_json:
-        print(*dumps.describe(read, findings), sep="\n")
+    if request.as_json:
+        document: dict[str, Any] = {
+            "status": status, "folder": str(folder), "blamed": []}
+        if findings:
+            first = findings[0]
+            document |= {"kind": first.kind, "verdict": first.verdict,
+                         "text": first.text, "advice": first.advice,
+                         "blamed": [*first.ranks]}
+        print_document(document)
         return status
-    first = min(findings, key=lambda one: not one.kind, default=None)
-    document: dict[str, Any] = {
-        "status": status, "folder": str(read[0].file.parent), "blamed": []}
-    if first is not None:
-        document |= {"kind": first.kind, "text": first.text,
-                     "verdict": "FAIL" if first.kind else "ok",
-                     "advice": first.advice, "blamed": first.ranks}
-    print_document(document)
+    print(f"{len(read)} flight-recorder dumps, of {RankNumbers(files)}: "
+          f"{folder}")
+    for found in findings:
+        print_finding(found)
+    if not findings:
+        print("no fault is proven: no collective waits in any group")
+    print("dumps say nothing of what ranks do beside their collectives: "
+          "`rankcheck why run -- COMMAND` watches that")
     return status
+
+
+def print_finding(finding: Finding) -> None:
+    print(f"{finding.kind or 'no fault is proven'}: {finding.text}")
+    if finding.advice:
+        label = "try" if finding.kind else "look"
+        print(f"{label}: {finding.advice}")
 
 
 def find_command(found: Answer,
@@ -282,10 +301,7 @@ def print_all(answers: list[Answer], request: Request, folder: Path,
 
 def print_answer(found: Answer, request: Request, folder: Path) -> None:
     finding = found.finding
-    print(f"{finding.kind or 'no fault is proven'}: {finding.text}")
-    if finding.advice:
-        label = "try" if finding.kind else "look"
-        print(f"{label}: {finding.advice}")
+    print_finding(finding)
     for line in evidence.ask_about(request.target or str(folder)):
         print(f"  SLURM: {line}")
     about = request.describe_run(find_place(request, folder))

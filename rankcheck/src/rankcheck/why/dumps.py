@@ -15,19 +15,25 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rankcheck.system.errors import UserError
+from rankcheck.engine.findings import Finding, fail
+from rankcheck.system.errors import UserError, read_regular
+from rankcheck.why.ranks import RankNumbers
 
 DEFAULT_GROUP = "0"  # as PyTorch calls the group of all ranks
 PICKLE = b"\x80"  # begins a file of Python's pickle, from protocol 2 on
 NUMBERED = re.compile(r"(.*?)(\d+)")  # a prefix and a rank
 POINT_TO_POINT = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
-# The ranks of a group may give these other sizes
-UNEVEN_INPUTS = re.compile("all_?to_?all|scatter(?!_)|^gather|_v$|_v_|barrier")
-UNEVEN_OUTPUTS = re.compile("all_?to_?all|^gather|_v$|_v_|barrier")
+COUNTERPARTS = {"send": "recv", "recv": "send"}
+# The ranks of a group may give these other sizes: NCCL gathers and scatters
+# lists of tensors that differ, and only the root of some has both sides
+UNEVEN_INPUTS = re.compile(
+    "all_?to_?all|^all_gather$|scatter$|^gather|_v$|_v_|barrier")
+UNEVEN_OUTPUTS = re.compile(
+    "all_?to_?all|^all_gather$|^reduce_scatter$|^gather|_v$|_v_|barrier")
 
 
 class _NoClasses(pickle.Unpickler):
@@ -35,6 +41,17 @@ class _NoClasses(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+class Group(NamedTuple):
+    """A process group; other ranks may have another one of the same name.
+
+    Attributes:
+        ranks: None where they are not recorded, as of gloo's groups.
+    """
+
+    name: str
+    ranks: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -47,7 +64,7 @@ class Call:
         line: FILE, line N; "" if the dump has no stacks.
     """
 
-    group: str
+    group: Group
     number: int
     operation: str
     inputs: str
@@ -70,40 +87,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Dump:
-    """What one rank has left.
-
-    Attributes:
-        groups: the ranks of each group that it is in, by the group's name;
-            those of gloo's groups are not recorded.
-    """
+    """What one rank has left."""
 
     rank: int
     file: Path
     calls: list[Call]
-    groups: dict[str, list[int]]
-
-
-@dataclass(frozen=True)
-class DumpFinding:
-    """What the dumps of a group show.
-
-    Attributes:
-        kind: a fault that they prove, or "" if they only show where it stands.
-        ranks: those that differ from most, or that the others wait for.
-    """
-
-    group: str
-    kind: str
-    text: str
-    ranks: list[int] = field(default_factory=list)
-    advice: str = ""
 
 
 # ------------------------------------------------------------------- reading
 
 
 def find_files(target: str) -> dict[int, Path]:
-    """The dumps that a folder holds, or that begin with a prefix, by rank.
+    """Find the dumps in a folder, or that begin with a prefix, by rank.
 
     Raises:
         UserError: a folder holds several sets of dumps.
@@ -117,7 +112,7 @@ def find_files(target: str) -> dict[int, Path]:
     if folder.is_dir():
         for file in sorted(folder.iterdir()):
             match = NUMBERED.fullmatch(file.name)
-            if match and _is_pickle(file) and wanted in ("", match[1]):
+            if match and wanted in ("", match[1]) and _is_pickle(file):
                 sets[match[1]][int(match[2])] = file
     if len(sets) > 1:
         names = ", ".join(str(folder / prefix) for prefix in sorted(sets))
@@ -128,8 +123,7 @@ def find_files(target: str) -> dict[int, Path]:
 
 def _is_pickle(file: Path) -> bool:
     try:
-        with file.open("rb") as opened:
-            return file.is_file() and opened.read(1) == PICKLE
+        return read_regular(file, 1) == PICKLE
     except OSError:
         return False
 
@@ -141,26 +135,34 @@ def read_dump(rank: int, file: Path) -> Dump:
         UserError: it is damaged, or something else.
     """
     try:
-        value = _NoClasses(io.BytesIO(file.read_bytes())).load()
-        groups = {
-            name: sorted(ast.literal_eval(config["ranks"]))
+        value = _NoClasses(io.BytesIO(read_regular(file))).load()
+        members = {
+            name: tuple(sorted(ast.literal_eval(config["ranks"])))
             for name, config in value["pg_config"].items()
             if name}  # gloo's groups have none, and overwrite each other
-        calls = [_read_call(entry) for entry in value["entries"]]
+        calls = [_read_call(entry, members) for entry in value["entries"]]
     except Exception as error:  # whatever another file's content leads to
         raise UserError(f"{file} is no flight-recorder dump, or damaged "
                         f"({type(error).__name__}: {error})") from error
-    return Dump(rank, file, calls, groups)
+    return Dump(rank, file, calls)
 
 
-def _read_call(entry: dict[str, Any]) -> Call:
+def _read_call(entry: dict[str, Any],
+               members: dict[str, tuple[int, ...]]) -> Call:
+    """Read an entry of the record.
+
+    Args:
+        members: the ranks of each group that the dump names, by its name.
+    """
+    group = entry["process_group"][0]
     name = entry["profiling_name"].partition(":")[2]
     message = POINT_TO_POINT.fullmatch(name)
     peer = -1
     if message:
         name, peer = message[1], int(message[3])
     return Call(
-        group=entry["process_group"][0], number=entry["collective_seq_id"],
+        group=Group(group, members.get(group)),
+        number=entry["collective_seq_id"],
         operation=name, inputs=str(entry["input_sizes"]),
         outputs=str(entry["output_sizes"]),
         types=", ".join(sorted({*entry["input_dtypes"]})),
@@ -170,7 +172,7 @@ def _read_call(entry: dict[str, Any]) -> Call:
 
 
 def _find_line(frames: Iterable[dict[str, Any]]) -> str:
-    """The innermost line that is not in an installed package."""
+    """Return the innermost line that is not in an installed package."""
     for frame in frames:
         file = frame["filename"]
         if "-packages/" not in file and not file.startswith("<"):
@@ -181,40 +183,43 @@ def _find_line(frames: Iterable[dict[str, Any]]) -> str:
 # ------------------------------------------------------------------- judging
 
 
-def judge(dumps: list[Dump]) -> list[DumpFinding]:
-    """What each group's dumps show; groups in which nothing waits: nothing."""
-    members = {name: ranks for dump in dumps
-               for name, ranks in dump.groups.items()}
-    members.setdefault(DEFAULT_GROUP, [*range(max(
-        (dump.rank for dump in dumps), default=-1) + 1)])
+def judge(dumps: list[Dump]) -> list[Finding]:
+    """Say what each group's dumps show; nothing of one where nothing waits.
+
+    Its verdict is "FAIL", with a kind, only for what the dumps prove. They may
+    have been written at different moments: a rank that has not called a
+    collective yet may be on its way.
+    """
+    everybody = tuple(range(max(
+        (dump.rank for dump in dumps), default=-1) + 1))
     groups = dict.fromkeys(call.group for dump in dumps for call in dump.calls)
     findings = []
     for group in groups:
-        ranks = members.get(group)
+        ranks = group.ranks
+        if ranks is None and group.name == DEFAULT_GROUP:
+            ranks = everybody
         calls = {}
         for dump in dumps:
             own = [call for call in dump.calls if call.group == group]
             if own or dump.rank in (ranks or ()):
                 calls[dump.rank] = own
-        found = judge_collectives(group, ranks, calls)
+        found = judge_collectives(group.name, ranks, calls)
         if found is None and ranks is not None:
-            found = judge_messages(group, ranks, calls)
+            found = judge_messages(group.name, ranks, calls)
         if found is not None:
             findings.append(found)
     return findings
 
 
-def judge_collectives(group: str, members: list[int] | None,
-                      calls: dict[int, list[Call]]) -> DumpFinding | None:
+def judge_collectives(group: str, members: tuple[int, ...] | None,
+                      calls: dict[int, list[Call]]) -> Finding | None:
     """Compare the collectives that have the same number in their group.
 
     Args:
         members: None if the dumps do not say which ranks are in the group.
         calls: of each rank that has a dump, those in this group.
     """
-    numbered = {rank: {call.number: call for call in own
-                       if not call.is_message}
-                for rank, own in calls.items()}
+    numbered = {rank: number_calls(own) for rank, own in calls.items()}
     begins = [min(own) for own in numbered.values() if own]
     ends = [max(own) for own in numbered.values() if own]
     if not begins:
@@ -238,22 +243,40 @@ def judge_collectives(group: str, members: list[int] | None,
     if not waiting:
         return None
     call = next(iter(waiting.values()))
-    text = (f"{join(sorted(waiting))} {verb(waiting)} in collective {last} of "
+    text = (f"{RankNumbers(sorted(waiting)):waits} in collective {last} of "
             f"group {group}, {call.name}{call.place}; ")
     if members is None:
         text += ("which other ranks are in that group is not recorded, and "
                  "none of these has called another collective")
     else:
-        text += (f"all of {join(members)} have called it, and their calls do "
-                 "not differ")
-    return DumpFinding(group, "", text, advice=(
-        "look for a rank that came to it late, or has ended since (its log), "
-        "and for the network: NCCL_DEBUG=INFO"))
+        text += (f"all of {RankNumbers(members)} have called it, and their "
+                 "calls do not differ")
+    return show(text, "a rank that came to it late, or has ended since (its "
+                "log); the network: NCCL_DEBUG=INFO")
+
+
+def number_calls(calls: list[Call]) -> dict[int, Call]:
+    """Return a rank's collectives in one group by their number.
+
+    Those that NCCL starts together share a number, and an entry "coalesced"
+    follows them: the first of these stands for all, and is over if any is.
+    """
+    numbered: dict[int, Call] = {}
+    for call in calls:
+        if call.is_message:
+            continue
+        first = numbered.setdefault(call.number, call)
+        if call.is_over and not first.is_over:
+            numbered[call.number] = replace(first, is_over=True)
+    return numbered
 
 
 def find_mismatch(group: str, number: int,
-                  present: dict[int, Call]) -> DumpFinding | None:
-    """The ranks whose call with this number is another, by most ranks'."""
+                  present: dict[int, Call]) -> Finding | None:
+    """Name the ranks whose call with this number differs from most ranks'.
+
+    Of two halves, the one with the lowest rank counts as most.
+    """
     properties: tuple[tuple[str, Callable[[Call], str | None]], ...] = (
         ("operation differs", lambda call: call.operation),
         ("sizes differ", lambda call: None if UNEVEN_INPUTS.search(
@@ -262,65 +285,71 @@ def find_mismatch(group: str, number: int,
             call.operation) else call.outputs),
         ("types differ", lambda call: call.types or None))
     for difference, property_of in properties:
-        values = {rank: property_of(call) for rank, call in present.items()}
-        if len({*values.values()} - {None}) < 2:
-            continue
+        values = {}
+        for rank, call in present.items():
+            value = property_of(call)
+            if value is not None:
+                values[rank] = value
         counted = [*values.values()]
+        if len({*counted}) < 2:
+            continue
         usual = max(counted, key=counted.count)
         odd = sorted(rank for rank in values if values[rank] != usual)
         even = sorted(rank for rank in values if values[rank] == usual)
         first, second = present[odd[0]], present[even[0]]
-        return DumpFinding(group, "collective mismatch", (
+        return fail(
             f"collective {number} of group {group}: the {difference}: "
-            f"{first.name} on {join(odd)}{first.place}, {second.name} on "
-            f"{join(even)}{second.place}"), odd, (
+            f"{first.name} on {RankNumbers(odd)}{first.place}, {second.name} "
+            f"on {RankNumbers(even)}{second.place}",
             "all ranks of a group have to call the same collectives in the "
             "same order, with the same shape and type: look for a branch that "
-            "not all ranks take"))
+            "not all ranks take", kind="collective mismatch", ranks=odd)
     return None
 
 
 def describe_absent(group: str, number: int, members: list[int],
                     present: dict[int, Call],
-                    numbered: dict[int, dict[int, Call]]) -> DumpFinding:
-    """Which ranks have not called what the others wait in."""
+                    numbered: dict[int, dict[int, Call]]) -> Finding:
+    """Say which ranks have not called what the others wait in."""
     call = next(iter(present.values()))
     absent = [rank for rank in members if rank not in present]
-    silent = [rank for rank in absent if rank not in numbered]
-    behind = [rank for rank in absent if rank in numbered]
-    texts = [f"{join(sorted(present))} {verb(present)} in collective {number} "
-             f"of group {group}, {call.name}{call.place}"]
+    silent = RankNumbers(rank for rank in absent if rank not in numbered)
+    behind = RankNumbers(rank for rank in absent if rank in numbered)
+    texts = [f"{RankNumbers(sorted(present)):waits} in collective {number} of "
+             f"group {group}, {call.name}{call.place}"]
     if behind:
-        texts.append(f"{join(behind)} {verb(behind, 'has', 'have')} not "
-                     "called it")
-        for rank in behind:
-            last = max(numbered[rank].values(), default=None,
-                       key=lambda one: one.number)
-            if last is None:
-                texts.append(f"rank {rank} has called none of this group")
-            else:
-                texts.append(f"the last one of rank {rank} is {last.number}, "
-                             f"{last.operation}{last.place}")
+        texts.append(f"{behind:has} not called it")
+    for rank in behind:
+        if numbered[rank]:
+            last = numbered[rank][max(numbered[rank])]
+            texts.append(f"the last one of rank {rank} is {last.number}, "
+                         f"{last.operation}{last.place}")
+        else:
+            texts.append(f"rank {rank} has called none of this group")
     if silent:
-        texts.append(f"{join(silent)} {verb(silent, 'has', 'have')} left no "
-                     "dump")
-    return DumpFinding(group, "", "; ".join(texts), absent, (
-        "look where these ranks are or how they ended: their log, a branch "
-        "that they do not take, or py-spy if they still run"))
+        texts.append(f"{silent:has} left no dump")
+    return show("; ".join(texts), "where these ranks are or how they ended: "
+                "their log, a branch that they do not take, or py-spy if they "
+                "still run", absent)
 
 
-def judge_messages(group: str, members: list[int],
-                   calls: dict[int, list[Call]]) -> DumpFinding | None:
-    """Pair the messages that have not ended: each needs its counterpart."""
+def judge_messages(group: str, members: tuple[int, ...],
+                   calls: dict[int, list[Call]]) -> Finding | None:
+    """Pair the messages that have not ended: each needs its counterpart.
+
+    Messages that are sent together leave a further entry, "coalesced", which
+    is none.
+    """
     pending = [(rank, call) for rank, own in sorted(calls.items())
-               for call in own if call.is_message and not call.is_over]
+               for call in own
+               if call.is_message and not call.is_over
+               and call.operation in COUNTERPARTS]
     for rank, call in pending:
-        peer = members[call.peer] if call.peer < len(members) else call.peer
-        counterpart = {"send": "recv", "recv": "send"}[call.operation]
-        answers = [other for one, other in pending
-                   if one == peer and other.operation == counterpart
-                   and members[other.peer] == rank]
-        if answers:
+        peer = members[call.peer]
+        counterpart = COUNTERPARTS[call.operation]
+        of_peer = [other for one, other in pending if one == peer]
+        if any(other.operation == counterpart
+               and members[other.peer] == rank for other in of_peer):
             continue
         direction = "to" if call.operation == "send" else "from"
         text = (f"rank {rank} waits in {call.operation} of group {group}, "
@@ -329,40 +358,14 @@ def judge_messages(group: str, members: list[int],
             text += f"; rank {peer} has left no dump"
         else:
             text += f"; no {counterpart} of rank {peer} waits for it"
-            others = [other for one, other in pending if one == peer]
-            if others:
-                text += (f", which waits in {others[0].operation}"
-                         f"{others[0].place}")
-        return DumpFinding(group, "", text, [peer], (
-            "each send needs one recv on the other rank, in the same order"))
+        if of_peer:
+            text += (f", which waits in {of_peer[0].operation}"
+                     f"{of_peer[0].place}")
+        return show(text, "each send needs one recv on the other rank, in the "
+                    "same order", [peer])
     return None
 
 
-# --------------------------------------------------------------------- words
-
-
-def join(ranks: Iterable[int]) -> str:
-    numbers = [*ranks]
-    noun = "rank" if len(numbers) == 1 else "ranks"
-    return f"{noun} {', '.join(map(str, numbers))}"
-
-
-def verb(ranks: Iterable[int], one: str = "waits",
-         several: str = "wait") -> str:
-    return one if len([*ranks]) == 1 else several
-
-
-def describe(dumps: list[Dump], findings: list[DumpFinding]) -> list[str]:
-    """The answer, in lines."""
-    lines = [f"{len(dumps)} flight-recorder dumps: "
-             f"{dumps[0].file.parent}, {join(dump.rank for dump in dumps)}"]
-    for found in sorted(findings, key=lambda one: not one.kind):
-        lines.append(f"{found.kind or 'no fault is proven'}: {found.text}")
-        if found.advice:
-            label = "fix" if found.kind else "look"
-            lines.append(f"{label}: {found.advice}")
-    if not findings:
-        lines.append("no fault is proven: no collective waits in any group")
-    lines.append("dumps say nothing of what ranks do beside their "
-                 "collectives: `rankcheck why run -- COMMAND` watches that")
-    return lines
+def show(text: str, advice: str, ranks: list[int] | None = None) -> Finding:
+    """Return what is seen, and proves no fault."""
+    return Finding("ok", [text], [advice], ranks=ranks or [])
