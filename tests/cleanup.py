@@ -1,9 +1,9 @@
-"""Ends what a pytest that was killed has left: python cleanup.py PID FOLDER
+"""Ends what a killed pytest has left: python cleanup.py PID TICKS FOLDER
 
-pytest starts it and ends its own processes itself; a signal leaves it no time
-for that. This one waits until that process has ended, and then looks for the
-folder of its temporary files: whatever names it was started by a test, for no
-other process knows this name. Only the standard library.
+pytest ends its own processes; a signal leaves it no time for that. So it
+starts this script, which waits until pytest has ended. It then ends each
+process that has inherited the folder of pytest's temporary files in a variable,
+as TMPDIR. An editor of a file in that folder has not.
 """
 
 from __future__ import annotations
@@ -18,33 +18,31 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from rankcheck.system import proc
+from workshop import SOURCES
+
 KEPT = "kept"  # a file in the folder: a test has failed, let it be looked at
+PLACES = "PWD=", "OLDPWD="  # where a shell is, and was
 PATIENCE = 30  # seconds in which killed processes have to be gone
 
 
-def find_begin(pid: int) -> str:
-    """When a process began, as Linux counts it; "" if it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    fields = stat.rpartition(")")[2].split()
-    state, begin = fields[0], fields[19]
-    return "" if state in "XZ" else begin
+def all_processes() -> Iterator[tuple[int, list[str], list[str]]]:
+    """The number, words and variables of each that this user may look at."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another's
+            words, variables = (
+                (folder / name).read_text(errors="replace").split("\0")
+                for name in ("cmdline", "environ"))
+            yield int(folder.name), words, variables
 
 
 def find_processes(folder: Path) -> Iterator[int]:
-    """Those with the folder's name in their command or their variables."""
-    name = os.fsencode(folder)
-    for place in Path("/proc").glob("[0-9]*"):
-        pid = int(place.name)
-        if pid in (os.getpid(), os.getppid()):
-            continue
-        with contextlib.suppress(OSError):  # ended, or somebody else's
-            texts = [(place / file).read_bytes()
-                     for file in ("cmdline", "environ")]
-            if any(name in text for text in texts):
-                yield pid
+    """Those that have inherited the folder in a variable."""
+    for pid, _, variables in all_processes():
+        inherited = [text for text in variables
+                     if not text.startswith(PLACES)]
+        if any(str(folder) in text for text in inherited):
+            yield pid
 
 
 def end_processes(folder: Path) -> None:
@@ -67,9 +65,13 @@ def unmount(folder: Path) -> None:
                                stderr=subprocess.DEVNULL)
 
 
-def clean_up(pid: int, begin: str, folder: Path) -> None:
-    """Wait for the end of this process, then end and remove what it left."""
-    while find_begin(pid) == begin:
+def clean_up(pid: int, ticks: int, folder: Path) -> None:
+    """Wait for the end of a process, then end and remove what it left.
+
+    Args:
+        ticks: when it began, as `proc.read_ticks` says.
+    """
+    while proc.read_ticks(pid) == ticks and proc.read_state(pid) != "Z":
         time.sleep(0.3)
     end_processes(folder)
     unmount(folder)
@@ -79,14 +81,15 @@ def clean_up(pid: int, begin: str, folder: Path) -> None:
 
 def watch(pid: int, folder: str) -> None:
     """Start this beside a process, which it does not hold up."""
-    begin = find_begin(pid)
-    if not begin:  # no /proc: macOS
+    ticks = proc.read_ticks(pid)
+    if not ticks:  # no /proc: macOS
         return
     subprocess.Popen(
-        [sys.executable, __file__, str(pid), begin, folder], env={},
+        [sys.executable, __file__, str(pid), str(ticks), folder],
+        env={"PYTHONPATH": os.pathsep.join(SOURCES)},
         cwd="/", start_new_session=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":
-    clean_up(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    clean_up(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,6 +1,5 @@
 """What the tests share."""
 
-import contextlib
 import importlib
 import json
 import os
@@ -20,6 +19,7 @@ from types import SimpleNamespace
 
 import cleanup
 import pytest
+from cleanup import all_processes
 from packaging.requirements import Requirement
 
 from backstage import ROOT
@@ -173,16 +173,6 @@ def left_behind():
     return ((pid, words) for pid, words, variables in all_processes()
             if f"WORKSHOP_TESTS={os.getpid()}" in variables
             and any(words) and pid != os.getpid())
-
-
-def all_processes():
-    """(number, its words, its variables) of each that this user may look at.
-    """
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another's
-            yield int(folder.name), *(
-                (folder / name).read_text(errors="replace").split("\0")
-                for name in ("cmdline", "environ"))
 
 
 def needs(*names):

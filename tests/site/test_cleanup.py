@@ -74,8 +74,11 @@ def test_ranks_go_with_their_pytest(place):
 
 
 def test_somebody_elses_process_stays(place):
-    """Only who names the folder itself is ended."""
-    other = subprocess.Popen(["sleep", "99"])
+    """Also one that shows a file in the folder, in a shell that is there."""
+    (place / "file").write_text("text")
+    other = subprocess.Popen(
+        ["tail", "-f", place / "file"], cwd=place, stdout=subprocess.DEVNULL,
+        env={"PWD": str(place), "PATH": os.environ["PATH"]})
     mine = subprocess.Popen(["sleep", "99"], env={"HERE": str(place / "x")})
     try:
         cleanup.end_processes(place)
