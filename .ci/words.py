@@ -23,7 +23,7 @@ TEXT_TOKENS = {tokenize.STRING, tokenize.COMMENT,
 class Word:
     """A pattern that no text may match, and what to write instead."""
 
-    pattern: re.Pattern
+    pattern: re.Pattern[str]
     instead: str
 
 
@@ -71,8 +71,9 @@ def main() -> int:
     words = read_words()
     lines = [line for name in sys.argv[1:]
              for line in find_words(Path(name), words)]
-    print(*lines, sep="\n", end="\n" * bool(lines))
-    return int(bool(lines))
+    for line in lines:
+        print(line)
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 pytest ends its own processes; a signal leaves it no time for that. So it
 starts this script, which waits until pytest has ended. It then ends each
-process that has inherited the folder of pytest's temporary files in a variable,
-as TMPDIR. An editor of a file in that folder has not.
+process that has inherited the folder of pytest's temporary files in a
+variable, as TMPDIR. An editor of a file in that folder has not.
 """
 
 from __future__ import annotations
