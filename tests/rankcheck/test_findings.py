@@ -192,6 +192,21 @@ def test_a_resume_brings_back_nan(what):
     assert finding.verdict == "ok"
 
 
+@pytest.mark.parametrize(("rates", "expected", "says"), [
+    ([], [0.1], "the optimizer has 0 learning rates, not 1"),
+    ([0.1], [], "the optimizer has 1 learning rate, not 0"),
+    ([0.1], [0.1, 0.2], "the optimizer has 1 learning rate, not 2"),
+    ([0.1, 0.3], [0.1, 0.2], "the learning rate is 0.3, not 0.2"),
+])
+def test_learning_rates_that_do_not_go_on(rates, expected, says):
+    """Of each group, where both runs have as many."""
+    good, back = ([tuple(one | {"rates": values} for one in update())]
+                  for values in (expected, rates))
+    finding, = resume.learning_rates([], good, back)
+    assert finding.verdict == "FAIL"
+    assert finding.text == f"{says}, in the next update"
+
+
 @pytest.mark.parametrize(("lost", "verdict"), [
     ([], "FAIL"), ([1], "FAIL"), ([0, 1], "warn")])
 def test_random_numbers_that_do_not_go_on(lost, verdict):

@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from rankcheck.engine.findings import Finding, fail, ok, percent, warn
+from rankcheck.engine.findings import (
+    Finding,
+    counted,
+    fail,
+    ok,
+    percent,
+    warn,
+)
 from rankcheck.engine.trial import Trial
 from rankcheck.record.tensors import names as names_of
 from rankcheck.record.tensors import put_together, relative_error
@@ -205,11 +212,11 @@ def learning_rates(before: Sequence[Updates], good: Sequence[Updates],
                    back: Sequence[Updates]) -> list[Finding]:
     """Say whether the learning rate goes on from where it was."""
     for i, (updates, resumed) in enumerate(zip(good, back, strict=False)):
-        rates, expected = resumed[0]["rates"], updates[0]["rates"]
-        if are_same_rates(rates, expected):
+        rates = resumed[0]["rates"]
+        difference = describe_rates(rates, updates[0]["rates"])
+        if not difference:
             continue
-        text = (f"the learning rate is {rates[0]:.6g}, not {expected[0]:.6g}, "
-                f"{name_update(i)}")
+        text = f"{difference}, {name_update(i)}"
         if i < len(before) and rates == before[i][0]["rates"]:
             text += ", as at the start"
         return [fail(text, "it follows from "
@@ -221,13 +228,18 @@ def learning_rates(before: Sequence[Updates], good: Sequence[Updates],
     return [ok(f"the learning rate goes on ({rates[0]:.4g})")]
 
 
-def are_same_rates(rates: Sequence[float], expected: Sequence[float]) -> bool:
-    """Return whether the rates of all groups are the same, but for rounding.
+def describe_rates(rates: Sequence[float], expected: Sequence[float]) -> str:
+    """Say how the rates of an optimizer's groups differ, "" if they do not.
+
+    Rounding is no difference.
     """
     if len(rates) != len(expected):
-        return False
-    return all(abs(rate - good) <= SAME * abs(good)
-               for rate, good in zip(rates, expected, strict=True))
+        return (f"the optimizer has {counted(rates, 'learning rate')}, not "
+                f"{len(expected)}")
+    for rate, good in zip(rates, expected, strict=True):
+        if not abs(rate - good) <= SAME * abs(good):  # nan is not
+            return f"the learning rate is {rate:.6g}, not {good:.6g}"
+    return ""
 
 
 def name_update(i: int) -> str:
