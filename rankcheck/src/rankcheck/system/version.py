@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib import metadata
 
 from rankcheck.system.errors import UserError
 
@@ -19,6 +18,8 @@ def require_torch() -> None:
     Raises:
         UserError: it is older than `OLDEST_TORCH`.
     """
+    from importlib import metadata  # a guarded Python does without
+
     try:
         installed = metadata.version("torch")
     except metadata.PackageNotFoundError:
