@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rankcheck.engine.exits import TO_ONE
 from rankcheck.engine.ranks import Launch
 
 IDLE = 3.0  # seconds without anything to do after which it may hang
@@ -18,7 +19,6 @@ LOOKS = 2.0  # seconds between two looks at where idle ranks are
 SAYS = 10.0  # seconds, after which it says so
 UNSTARTED = 20.0  # the same, before a launcher has started the script
 FLOOD = 20e6  # bytes of output: it prints without end
-TO_ONE = ("send", "ssend", "isend", "issend", "recv", "irecv")
 ONE_WAY = (("send", "ssend"), ("recv",))  # calls of which none ends another
 
 Event = dict[str, Any]  # a line of a rank's record, in JSON: see `Log`
