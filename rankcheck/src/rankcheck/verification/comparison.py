@@ -18,6 +18,12 @@ from rankcheck.verification.runs import Runs
 LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative
 LOW = 30  # times that in bf16 or fp16
 
+# Relative difference up to which learning rates and other settings of an
+# optimizer are equal. Scripts set them, so only rounding in a schedule's
+# arithmetic is left. A choice, not a measurement: smaller differences are not
+# seen.
+SAME_SETTING = 1e-3
+
 # What a rank has recorded of an update; see rankcheck.record.rows
 Update: TypeAlias = dict[str, Any]
 Ask: TypeAlias = "Callable[[Comparison], Iterable[Finding]]"
@@ -439,3 +445,8 @@ def off(value: torch.Tensor, good: torch.Tensor) -> float:
     error: float = (
         (value - good).norm() / good.norm().clamp(min=1e-30)).item()
     return error
+
+
+def are_close(one: float, other: float) -> bool:
+    """Return whether two settings are the same, but for rounding."""
+    return one == other or abs(one - other) <= SAME_SETTING * abs(other)

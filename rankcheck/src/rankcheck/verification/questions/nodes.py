@@ -28,13 +28,13 @@ from rankcheck.verification.comparison import (
     GRADIENT,
     QUESTIONS,
     Comparison,
+    are_close,
     flat,
     off,
     question,
     rows,
 )
 from rankcheck.verification.questions.optimizers import (
-    are_close,
     by_parameter,
     differences,
     show,

@@ -8,17 +8,17 @@ from typing import Any, TypeAlias
 
 from rankcheck.engine.findings import Finding, fail, ok, warn
 from rankcheck.engine.trial import Record
-from rankcheck.verification.comparison import Comparison, question, rows
+from rankcheck.verification.comparison import (
+    Comparison,
+    are_close,
+    question,
+    rows,
+)
 from rankcheck.verification.questions.records import flatten
 
 WORDS = {"lr": "learning rate", "weight_decay": "weight decay"}
 UNNAMED = "parameter "  # a rank may have another in its place
 SCALED = ("eps",)  # it may be multiplied as the gradients are
-
-# Relative difference up to which settings are equal. Scripts set them, so only
-# rounding in a schedule's arithmetic is left. A choice, not a measurement:
-# smaller differences are not seen.
-CLOSE = 1e-3
 
 # Name of a parameter -> setting -> its numbers: one, or two as of betas.
 Settings: TypeAlias = dict[str, dict[str, tuple[float, ...]]]
@@ -157,11 +157,6 @@ def by_parameter(seen: Record) -> Settings:
             if not name.startswith(UNNAMED):
                 found[name] = values
     return found
-
-
-def are_close(one: float, other: float) -> bool:
-    """Return whether two settings are the same, but for rounding."""
-    return one == other or abs(one - other) <= CLOSE * abs(other)
 
 
 def show(values: tuple[float, ...]) -> str:

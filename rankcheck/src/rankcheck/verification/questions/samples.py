@@ -12,6 +12,7 @@ from rankcheck.verification.comparison import (
     QUESTIONS,
     Comparison,
     Update,
+    are_close,
     rows,
 )
 from rankcheck.verification.questions.records import (
@@ -48,10 +49,6 @@ OTHER_SIZE = 0.2
 # gets shards data that are sharded again: two ranks make that 2. A choice
 # between 1 and 2, not a measurement.
 SHARDED_TWICE = 1.5
-
-# Relative difference up to which learning rates are equal: see `CLOSE` in
-# optimizers.py.
-SAME_RATE = 1e-3
 
 ONE_ORDER = ("a DistributedSampler gives each rank its part of one order: is "
              "the order drawn by a generator that differs between the ranks? "
@@ -532,11 +529,6 @@ def compare_rates(case: Comparison, single_rates: list[float],
         if case.still:
             text += ": after as many samples it is the same"
     return RateComparison(text, None)
-
-
-def are_close(one: float, other: float) -> bool:
-    """Return whether two rates are the same, but for rounding."""
-    return abs(one - other) <= SAME_RATE * abs(other)
 
 
 @QUESTIONS.add("the ranks' samplers agree")
