@@ -34,6 +34,7 @@ from rankcheck.verification.comparison import (
     question,
     rows,
 )
+from rankcheck.verification.questions.begin import SAME_START
 from rankcheck.verification.questions.optimizers import (
     by_parameter,
     differences,
@@ -63,10 +64,6 @@ CHANCE = 0.05
 # Relative difference above which an update has another number of samples than
 # on one node. A choice, not a measurement.
 OTHER_SIZE = 0.1
-
-# Relative error up to which first weights are equal: see `SAME_START` in
-# begin.py.
-SAME_WEIGHTS = 1e-6
 
 # Folders that each node usually has for itself. A guess: a site may share one
 # of them, or have local folders elsewhere.
@@ -341,7 +338,7 @@ def begin_alike(two: Updates, one: Updates) -> bool:
     known_one = [update for update in one if update["before"]]
     error = put_together(known_two, "before").error(
         put_together(known_one, "before"))
-    return error <= SAME_WEIGHTS  # neither nan nor infinity is
+    return error <= SAME_START  # neither nan nor infinity is
 
 
 def files(both: TwoNodes) -> Iterator[Finding]:
