@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rankcheck.engine.exits import in_brackets
-from rankcheck.engine.findings import Finding, Line, fail, ok, percent, warn
+from rankcheck.engine.findings import Finding, fail, ok, percent, warn
 from rankcheck.record.tensors import assemble, whole_here
 from rankcheck.verification.comparison import (
     QUESTIONS,
@@ -17,7 +17,7 @@ from rankcheck.verification.comparison import (
     off,
     question,
 )
-from rankcheck.verification.questions.records import Opener
+from rankcheck.verification.questions.records import Opener, places_of
 from rankcheck.verification.questions.single import UpdatePair, weight_error
 
 REMEDIES = {  # by the library that writes the file
@@ -142,8 +142,6 @@ def several_write(opener: Opener, names: str) -> Finding:
         return warn(f"{opener} writes {names} on several ranks", REMEDIES.get(
             opener, "by its settings: rank 0 alone, or another folder on each "
             "rank"))
-    places = []
-    if opener:
-        places.append(Line(opener))
-    return fail([f"several ranks write {names}", *in_brackets(places)],
+    return fail([f"several ranks write {names}",
+                 *in_brackets(places_of(opener))],
                 "only one should: if rank == 0:")

@@ -15,7 +15,6 @@ from pathlib import Path
 from rankcheck.engine.exits import in_brackets
 from rankcheck.engine.findings import (
     Finding,
-    Line,
     counted,
     fail,
     ok,
@@ -44,6 +43,7 @@ from rankcheck.verification.questions.records import (
     Opener,
     Updates,
     flatten,
+    places_of,
     sampler_starts,
 )
 from rankcheck.verification.questions.single import LATER_GRADIENT
@@ -367,13 +367,6 @@ def files(both: TwoNodes) -> Iterator[Finding]:
             "is each node's own")
         finding.sentence += in_brackets(places_of(opener))
         yield finding
-
-
-def places_of(opener: Opener) -> list[Line]:
-    """Return the line of the script that opens a file, if one does."""
-    if isinstance(opener, int) and opener:
-        return [Line(opener)]
-    return []
 
 
 def find_written(trial: Trial) -> list[WrittenFile]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
+from rankcheck.engine.findings import Line
 from rankcheck.engine.trial import Trial
 from rankcheck.verification.comparison import Update
 
@@ -43,6 +44,13 @@ class SamplerStart(NamedTuple):
 def sampler_starts(trial: Trial, rank: int) -> list[SamplerStart]:
     """Return each start of a DistributedSampler on a rank, in their order."""
     return [SamplerStart(*start) for start in trial.asked("sampler", rank)]
+
+
+def places_of(opener: Opener) -> list[Line]:
+    """Return the line of the script that opens a file, if one does."""
+    if isinstance(opener, int) and opener:
+        return [Line(opener)]
+    return []
 
 
 def flatten(parts: Iterable[Iterable[Item]]) -> list[Item]:
