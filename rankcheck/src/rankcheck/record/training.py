@@ -37,7 +37,7 @@ import rankcheck.record.tensors as parts
 from rankcheck.record.collectives import messages
 from rankcheck.record.cpu_backend import on_gpu, process
 from rankcheck.record.files import opened
-from rankcheck.record.outputs import Outputs
+from rankcheck.record.outputs import Outputs, type_of
 from rankcheck.record.recorder import Log, Probe, Updates, replace
 from rankcheck.record.rows import (
     Notes,
@@ -330,9 +330,7 @@ def class_of(module: nn.Module) -> str:
         name, child = children[0]
         if f"{name}." in parts.WRAPPERS:
             return class_of(child)
-    # without what fully_shard puts before it
-    return next(base.__name__ for base in type(module).__mro__
-                if not base.__name__.startswith("FSDP"))
+    return type_of(module)
 
 
 def hash_each(tensors: Sequence[torch.Tensor], axis: int) -> list[str]:
