@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -425,7 +426,7 @@ class ReducedGradients:
     own: list[torch.Tensor]
     elements: dict[str, int]
 
-    @property
+    @cached_property
     def mean(self) -> torch.Tensor:
         """The mean of what the ranks have computed."""
         return add_up(self.own) / len(self.own)
