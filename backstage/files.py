@@ -32,7 +32,7 @@ class Damaged(UserError):
 class WriteFailed(UserError):
     """A file whose write failed; reason: in the system's words."""
 
-    def __init__(self, message: str, reason: str):
+    def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
 

@@ -126,10 +126,11 @@ def make_others(stage, script, data, change, say):
 
 def count_processes(sizes: list[str]) -> str:
     """Return "1 process", or "1, 2 and 4 processes"."""
+    if sizes == ["1"]:
+        return "1 process"
     *others, last = sizes
-    if not others:
-        return f"{last} process{'' if last == '1' else 'es'}"
-    return f"{', '.join(others)} and {last} processes"
+    numbers = f"{', '.join(others)} and {last}" if others else last
+    return f"{numbers} processes"
 
 
 def find_place(diff: Diff, number: int) -> str:
@@ -232,8 +233,10 @@ class Check:
                 verdict += " See the warning above."
             self.say(verdict)
         if not right:
-            self.say("\nNot yet." + " Use -v for details."
-                     * (not self.verbose and isinstance(self.out, Terminal)))
+            verdict = "\nNot yet."
+            if isinstance(self.out, Terminal) and not self.verbose:
+                verdict += " Use -v for details."
+            self.say(verdict)
         self.out.report(right=right)
         return right
 
