@@ -10,10 +10,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rankcheck.engine.events import TO_ONE, Event
 from rankcheck.engine.findings import Finding, Fragment, Line, fail
 
 if TYPE_CHECKING:  # they import the fork server, or torch
-    from rankcheck.engine.hang_detector import Event
     from rankcheck.engine.ranks import Rank
     from rankcheck.engine.trial import Trial
 
@@ -21,7 +21,6 @@ EFFECT = re.compile(  # words about what another rank did, or did not
     r"lost the other|onnection|gloo|Broken pipe|Unpickling|pickle|preamble|"
     r"Timed out|SIGABRT")  # gloo aborts where two collectives do not fit
 SAID = re.compile(r"error(?: \(rank \d+\))?: (.*)")  # by the script itself
-TO_ONE = ("send", "ssend", "isend", "issend", "recv", "irecv")
 TOOLS = f"{Path(__file__).parents[1]}/"  # this package: no script of theirs
 NO_GPU = re.compile(r"\b(CUDA|NVIDIA|NCCL|XPU|HIP)\b|accelerator device")
 ON_CPU = ("it runs on the CPU here: the script needs a way to do so, as in "

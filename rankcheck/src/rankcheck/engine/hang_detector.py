@@ -8,9 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from rankcheck.engine.exits import TO_ONE
+from rankcheck.engine.events import TO_ONE, Event
 from rankcheck.engine.ranks import Launch
 
 IDLE = 3.0  # seconds without anything to do after which it may hang
@@ -20,8 +19,6 @@ SAYS = 10.0  # seconds, after which it says so
 UNSTARTED = 20.0  # the same, before a launcher has started the script
 FLOOD = 20e6  # bytes of output: it prints without end
 ONE_WAY = (("send", "ssend"), ("recv",))  # calls of which none ends another
-
-Event = dict[str, Any]  # a line of a rank's record, in JSON: see `Log`
 
 
 @dataclass(frozen=True)

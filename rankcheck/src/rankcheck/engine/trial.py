@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from rankcheck.engine.events import Event
 from rankcheck.engine.hang_detector import (
     Budget,
-    Event,
     Patience,
     read_events,
 )

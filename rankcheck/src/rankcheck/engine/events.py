@@ -1,0 +1,9 @@
+"""What a rank's record has of its collectives, a line of JSON for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Event = dict[str, Any]  # a line: see `Log`
+# Calls that only two ranks make
+TO_ONE = ("send", "ssend", "isend", "issend", "recv", "irecv")
