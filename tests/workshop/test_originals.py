@@ -71,6 +71,16 @@ def test_a_copy_without_git_knows_what_it_was(clone):
     workshop(clone, "diff", "ddp")
 
 
+def test_what_an_editor_adds_is_none_of_the_course(clone):
+    shutil.rmtree(clone / ".git")
+    swap = clone / "workshop" / "lessons" / ".ddp.md.swp"
+    swap.write_text("what is being edited")
+    workshop(clone, "diff", "ddp")
+    swap.unlink()
+    (clone / "solutions" / ".ipynb_checkpoints").mkdir()  # JupyterLab's
+    workshop(clone, "diff", "ddp")
+
+
 def test_a_copy_that_can_only_be_read_has_no_record(clone):
     shutil.rmtree(clone / ".git")
     (clone / "code" / ".originals.json").mkdir()  # it cannot be written

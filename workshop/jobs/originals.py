@@ -15,7 +15,7 @@ from backstage import ROOT
 from backstage.errors import UserError
 from backstage.files import show_path, write_atomically
 from workshop.jobs import git
-from workshop.stages import DESK
+from workshop.stages import DESK, STAGES
 
 FOLDERS = "solutions", "workshop/lessons"
 RECORD = DESK.with_name(".originals.json")  # where there is no git
@@ -47,10 +47,11 @@ def changed_since_recorded() -> set[str]:
     It is made here if there is none, where that is possible.
     """
     now = {}
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).glob("*.*")):
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            now[path.relative_to(ROOT).as_posix()] = digest
+    for stage in STAGES.values():
+        for path in stage.solution, stage.lesson:
+            if path.is_file():
+                name = path.relative_to(ROOT).as_posix()
+                now[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     recorded = None
     with suppress(OSError, ValueError):
         recorded = json.loads(RECORD.read_text("utf-8"))
