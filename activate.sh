@@ -83,14 +83,17 @@ _workshop_activate() {
     fi
 
     # This clone comes first: its `workshop` has to be imported even from a
-    # shared environment. Old entries are removed: they would pile up, and an
-    # earlier version had the hook of `why` there, which only jobs need.
-    _workshop_hook=$_workshop_root/rankcheck/why/hook
+    # shared environment. Old entries are removed: they would pile up, and the
+    # hook of `why`, which a job or an earlier version has put there, is only
+    # for what jobs start.
     _workshop_source=$_workshop_root/rankcheck/src
     _workshop_entries=":${PYTHONPATH:+$PYTHONPATH:}"
     _workshop_entries=${_workshop_entries//":$_workshop_root:"/:}
     _workshop_entries=${_workshop_entries//":$_workshop_source:"/:}
-    _workshop_entries=${_workshop_entries//":$_workshop_hook:"/:}
+    for _workshop_hook in "$_workshop_root/rankcheck/why/hook" \
+        "$_workshop_source/rankcheck/system/hook"; do
+        _workshop_entries=${_workshop_entries//":$_workshop_hook:"/:}
+    done
     _workshop_entries=$_workshop_root:$_workshop_source:${_workshop_entries#:}
     export PYTHONPATH="${_workshop_entries%:}"
     export WORKSHOP="$_workshop_root" # the batch files' jobs find it by this

@@ -101,7 +101,9 @@ def test_again_it_changes_nothing_and_leaves_the_shell_as_it_was(
         f"deactivate; echo AFTER=$PATH; {listing[shell]}",
         before=f"set -u; {listing[shell]}; echo BEFORE=$PATH",
         shell=shell, **NO_NETWORK,
-        PYTHONPATH=f"{desk}/rankcheck/why/hook:/else where")  # of earlier days
+        # of earlier days, and of a job in which somebody types
+        PYTHONPATH=f"{desk}/rankcheck/why/hook:"
+        f"{desk}/rankcheck/src/rankcheck/system/hook:/else where")
     assert "installing" not in out and f"{desk}\n{desk / '.venv'}\n" in out
     assert (desk / ".venv/workshop-base").stat().st_mtime_ns == made
     bin_ = f"{desk / '.venv/bin'}:"
