@@ -124,13 +124,14 @@ def make_others(stage, script, data, change, say):
     return change, data
 
 
-def count_processes(sizes: list[str]) -> str:
+def name_sizes(sizes: list[int]) -> str:
     """Return "1 process", or "1, 2 and 4 processes"."""
-    if sizes == ["1"]:
+    if sizes == [1]:
         return "1 process"
-    *others, last = sizes
-    numbers = f"{', '.join(others)} and {last}" if others else last
-    return f"{numbers} processes"
+    *others, last = map(str, sizes)
+    if not others:
+        return f"{last} processes"
+    return f"{', '.join(others)} and {last} processes"
 
 
 def find_place(diff: Diff, number: int) -> str:
@@ -211,11 +212,11 @@ class Check:
         bench.reference = find_reference(bench)
         right = all(map(self.try_out, self.plan))
         # two meshes may have the same size
-        *others, last = dict.fromkeys(
-            str(row.mesh.size) for row in self.plan.values()
-            if row.kind == "whole")
+        sizes = list(dict.fromkeys(
+            row.mesh.size for row in self.plan.values()
+            if row.kind == "whole"))
         if right and self.change:
-            self.say(f"\nCorrect on {count_processes([last])}. Without a "
+            self.say(f"\nCorrect on {name_sizes(sizes[-1:])}. Without a "
                      "number, the check covers everything.")
         elif self.change:
             tried = documents.load(bench.stage)[self.change - 1]
@@ -227,8 +228,8 @@ class Check:
             self.localise()
         else:
             self.out.report(table=None)
-            verdict = (f"Correct on {count_processes([*others, last])}: the "
-                       "same training as on one device.")
+            verdict = (f"Correct on {name_sizes(sizes)}: the same "
+                       "training as on one device.")
             if self.warned:
                 verdict += " See the warning above."
             self.say(verdict)
