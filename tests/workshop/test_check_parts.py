@@ -58,9 +58,10 @@ def test_next_is_the_first_change_that_is_left():
     std = STAGES["std"].solution
     for made, number in ([], 1), ([1, 2, 4], 3):
         data = Diff("ddp", std).apply(made).encode()
-        assert make_others("ddp", std, data, "next", print)[0] == number
+        assert make_others(
+            Diff("ddp", std, data), "next", print)[0] == number
     with pytest.raises(UserError, match="no change is left"):
-        make_others("ddp", std, edited(), "next", print)
+        make_others(Diff("ddp", std, edited()), "next", print)
 
 
 @pytest.mark.parametrize(("old", "new", "kept"), [

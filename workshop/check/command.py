@@ -73,11 +73,12 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
     with scratch_folder(out.interrupted) as folder:
         require_python(script, data)
         if change is not None:
-            change, data = make_others(stage, script, yours, change, out.say)
-            place = find_place(Diff(stage, script, yours), change)
+            diff = Diff(stage, script, yours)
+            change, data = make_others(diff, change, out.say)
             if data is None:
                 out.report(right=True)
                 return True
+            place = find_place(diff, change)
         # it imports torch while this process does
         fork_server.get_servers(modules_of(stage))
         from workshop.check import plan as trial
@@ -99,16 +100,15 @@ def check(stage, script=DESK, verbose=False, events=False, change=None):
     return right
 
 
-def make_others(stage, script, data, change, say):
+def make_others(diff, change, say):
     """Its number, and the script with all others made as in the lesson.
 
     change: "next" is the first that is left. In place of the script there is
     None if this one is made so, too.
     """
-    diff = Diff(stage, script, data)
     if change == "next":
         require(diff.left, "no change is left: `python -m workshop check "
-                f"{stage}` checks them all")
+                f"{diff.stage}` checks them all")
         change = diff.left[0].number
     diff.require_change(change)
     require(not diff.other_stage(), advice(diff))
@@ -120,7 +120,7 @@ def make_others(stage, script, data, change, say):
         "with all others made:")
     data = localise.without(diff, items, diff.left)
     require(data, "your edits conflict with the other changes: `python -m "
-            f"workshop diff {stage}` shows them")
+            f"workshop diff {diff.stage}` shows them")
     return change, data
 
 
