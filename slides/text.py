@@ -30,7 +30,7 @@ from workshop.stages import FIRST, LESSONS, STAGES
 SLIDES = ROOT / "slides"
 SHARDS, SHARD = 98, 100_000_000  # the course's dataset; tokens in a shard
 ASSUMED = {  # what an example calculates with
-    "share": limit.SHARE_OF_PEAK,  # which a good script reaches
+    "share": arithmetic.SHARE_OF_PEAK,  # which a good script reaches
     "link": arithmetic.LINK,  # bytes/s, between nodes, or CPU and GPU
     "memory": 80e9,  # of a GPU
     "B": 16,  # samples in a microbatch

@@ -16,6 +16,8 @@ from backstage.flops import (
 )
 
 FP32 = 4  # bytes
+SHARE_OF_PEAK = 0.4  # which a good script reaches on an A100
+MINIBATCH = 512 * 1024  # tokens in a step of preset gpt2
 LINK = 25e9  # bytes/s between two nodes, with one link of InfiniBand HDR
 STATE = {"parameters": 4, "gradients": 4, "moments": 8}  # bytes of each weight
 # What FSDP shards while it accumulates without reducing: until the last
@@ -249,8 +251,8 @@ def critical_tokens(loss):
     return 2e8 / loss ** (1 / 0.21)
 
 
-def bills(loss, tokens=18_692 * 512 * 1024, minibatch=512 * 1024,
-          share=0.4, B=16, gpus=(8, 32, 128, 512, 2048)):
+def bills(loss, tokens=18_692 * MINIBATCH, minibatch=MINIBATCH,
+          share=SHARE_OF_PEAK, B=16, gpus=(8, 32, 128, 512, 2048)):
     """What the same loss costs with more A100s, as rows of a table.
 
     tokens: what training takes with that minibatch. share: of the peak that

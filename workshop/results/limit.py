@@ -11,12 +11,15 @@ from types import SimpleNamespace
 
 from backstage.files import read_json
 from backstage.flops import PEAKS, flops_per_token
-from workshop.results.arithmetic import GPT2, LINK, hiding_tokens
+from workshop.results.arithmetic import (
+    GPT2,
+    LINK,
+    MINIBATCH,
+    SHARE_OF_PEAK,
+    hiding_tokens,
+)
 from workshop.results.runs import EXAMPLES, Result
 from workshop.why import measured_speeds
-
-SHARE_OF_PEAK = 0.4  # which a good script reaches on an A100
-MINIBATCH = 512 * 1024  # tokens in a step of preset gpt2
 
 
 @dataclass(frozen=True)
