@@ -33,8 +33,7 @@ def read_words() -> list[Word]:
     for line in LIST.read_text("utf-8").splitlines():
         if line and not line.startswith("#"):
             pattern, instead = line.split("\t")
-            flags = 0 if "Of " in pattern else re.IGNORECASE
-            words.append(Word(re.compile(pattern, flags), instead))
+            words.append(Word(re.compile(pattern, re.IGNORECASE), instead))
     return words
 
 
@@ -68,6 +67,7 @@ def find_words(path: Path, words: list[Word]) -> Iterator[str]:
 
 
 def main() -> int:
+    """Search the files that the command line names; return the status."""
     words = read_words()
     lines = [line for name in sys.argv[1:]
              for line in find_words(Path(name), words)]
