@@ -266,6 +266,12 @@ def git(folder, *words, **variables):
                           text=True).stdout
 
 
+def tracked(*patterns):
+    """The names of the clone's files that match, or of all of them."""
+    return [name for name in git(ROOT, "ls-files", "-z", *patterns).split("\0")
+            if (ROOT / name).is_file()]
+
+
 def commit_all(folder):
     """Make a repository of a folder, with all that is in it."""
     for words in ("init -q", "add -A", "commit -qm all"):

@@ -16,7 +16,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from conftest import commit_all, git, needs, program
+from conftest import commit_all, git, needs, program, tracked
 from packaging.specifiers import SpecifierSet
 from shells import (
     CLOSED,
@@ -658,22 +658,15 @@ def test_the_pins_are_for_any_patch_release_of_python():
             assert first in SpecifierSet(needed), (package.name, needed)
 
 
-def tracked():
-    return [name for name in git(ROOT, "ls-files").split("\n")
-            if (ROOT / name).is_file()]
-
-
 def test_shellcheck():
     needs("shellcheck", "git")
     # those that differ only in their comments are one
     scripts = {re.sub("(?m)^#[^!].*", "", (ROOT / name).read_text()): name
-               for name in tracked()
-               if name == ".ci/run" or name.endswith(".sh")}.values()
+               for name in tracked(".ci/run", "*.sh")}.values()
     assert {"activate.sh", "batchfiles/job.sh"} <= {*scripts}
     subprocess.run(["shellcheck", *scripts], cwd=ROOT, check=True)
 
 
 def test_ruff():
-    subprocess.run([sys.executable, "-m", "ruff", "check", *(
-        name for name in tracked() if name.endswith((".py", ".ipynb")))],
-        cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "ruff", "check",
+                    *tracked("*.py", "*.ipynb")], cwd=ROOT, check=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from conftest import needs
+from conftest import needs, tracked
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -166,11 +166,8 @@ def test_links_are_to_files_that_exist(name):
 def texts():
     """{path: text} of what people read: documents, notebooks, docstrings."""
     made = {ROOT / "slides" / f"{name}.md" for name in text.DECKS}
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "*.md", "*.ipynb", "*.py"], cwd=ROOT,
-        capture_output=True, text=True, check=True).stdout.split("\0")
-    for path in map(ROOT.joinpath, filter(None, listed)):
-        if path not in made and path.exists() and not path.is_relative_to(
+    for path in map(ROOT.joinpath, tracked("*.md", "*.ipynb", "*.py")):
+        if path not in made and not path.is_relative_to(
                 ROOT / "tests") and path.name != "references.md":
             found = path.read_text("utf-8")
             if path.suffix == ".ipynb":

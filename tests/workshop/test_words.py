@@ -4,19 +4,11 @@ import json
 import subprocess
 import sys
 
-from conftest import needs
+from conftest import needs, tracked
 
 from backstage import ROOT
 
 GUARD = ROOT / ".ci" / "words.py"
-
-
-def tracked(*patterns: str) -> list[str]:
-    """Return the names of the clone's files that match."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", *patterns], cwd=ROOT, check=True,
-        capture_output=True, text=True).stdout.split("\0")
-    return [name for name in listed if name and (ROOT / name).exists()]
 
 
 def run(*command: str) -> tuple[int, str]:
