@@ -6,7 +6,7 @@ import sys
 from fnmatch import fnmatch
 
 import pytest
-from conftest import python
+from conftest import git, python
 
 from backstage import ROOT
 
@@ -188,3 +188,9 @@ def test_the_map_has_a_line_for_each_module():
         assert any(str(path).endswith(f"/{line}") for path in (
             *MODULES.values(), *ROOT.glob("slides/*.py"),
             *ROOT.glob("code/*.py"), *ROOT.glob("notebooks/*/*.py"))), line
+
+
+def test_git_keeps_nothing_that_attendees_make():
+    """Such as a record, which would be taken for that of a new copy."""
+    assert git(ROOT, "ls-files", "--cached", "--ignored",
+               "--exclude-standard") == ""
