@@ -10,7 +10,7 @@ import math
 import re
 import textwrap
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import unified_diff
 from functools import cache, partial
 from itertools import pairwise
@@ -24,6 +24,7 @@ from notebooks.experiments import sharding
 from slides import figures, schedules
 from workshop.diff import render
 from workshop.diff.diff import Diff, differences, load_lesson
+from workshop.instructor.plan import LENGTHS, MORE, read_plan
 from workshop.results import arithmetic, limit, runs
 from workshop.stages import FIRST, LESSONS, STAGES
 
@@ -37,11 +38,6 @@ ASSUMED = {  # what an example calculates with
     "gpus": 8, "larger": 7e9,  # parameters of a model that does not fit
     "stages": 4, "microbatches": 8,  # of a pipeline
 }
-PLAN = "| 60 min | 90 min | 120 min | more | what | where |"
-MORE = "more"  # the minutes of what follows the course
-
-
-LENGTHS = 60, 90, 120  # minutes of the course; the longest has all slides
 DECKS = {  # a deck's name: its title
     "course": "The course in {} minutes",
     "training-at-scale": "Training at scale",
@@ -56,39 +52,7 @@ def read_source(name):
     return (SLIDES / "source" / f"{name}.md").read_text("utf-8")
 
 
-# ------------------------------------------------------- the plan, the clock
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the plan.
-
-    minutes: {60: 5, 120: 10}, or {MORE: 25} for what follows the course.
-    """
-
-    name: str  # of its notebook or folder; with " end" for a notebook's end
-    what: str
-    where: str
-    minutes: dict
-
-
-def read_plan():
-    """The instructor's plan: {name: `Row`}, in its order."""
-    text = (ROOT / "docs/INSTRUCTOR.md").read_text("utf-8")
-    require(PLAN in text, f"docs/INSTRUCTOR.md has no table {PLAN}")
-    rows, name, where = {}, "", ""
-    for line in text[text.index(PLAN):].splitlines()[2:]:
-        if not line.startswith("|"):
-            break
-        *minutes, what, place = (
-            cell.strip() for cell in line.split("|")[1:-1])
-        link = re.search(r"\[(\w+)\]\(../(.+)\)", place)
-        name, where = link.groups() if link else (
-            f"{name} end", where if place else "")  # a break is nowhere
-        rows[name] = Row(name, what, where, {
-            length: int(cell) for length, cell in
-            zip((*LENGTHS, MORE), minutes, strict=True) if cell})
-    return rows
+# ----------------------------------------------------------------- the clock
 
 
 class Clock:
@@ -563,7 +527,7 @@ def site(path):
 def write(name, minutes=LENGTHS[-1], settings=None):
     """A deck's Markdown; settings: what site.sh sets, for `site`.
 
-    minutes: of the course, one of `LENGTHS`.
+    minutes: of the course, one of `LENGTHS`; the longest has all slides.
     """
     clock = Clock(name, minutes)
     template = jinja2.Environment(

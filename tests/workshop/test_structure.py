@@ -34,7 +34,8 @@ HOUSES = {
         "stages": "board html stages vocabulary",
         "results": "results.* why",
         "diff": "diff.*",
-        "instructor": "instructor.answers instructor.classroom",
+        "instructor":
+            "instructor.plan instructor.answers instructor.classroom",
         "jobs": "jobs.* as_torchrun",
         "check": "check.*",
         "notebook": "notebook.*",

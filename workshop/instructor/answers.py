@@ -11,14 +11,14 @@ from __future__ import annotations  # for Python 3.9
 
 import json
 import re
+from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import require
 from workshop.diff.diff import load_lesson
+from workshop.instructor.plan import LENGTHS, read_plan
 from workshop.stages import LESSONS
 
-LENGTHS = 60, 90, 120  # minutes, the first columns of the plan
-PLAN = "| 60 min | 90 min | 120 min | more | what | where |"
 FOLDED = re.compile(
     r"<details><summary>Answer</summary>\n(.*?)</details>", re.S)
 
@@ -43,21 +43,21 @@ def unfolded(notebook):
             for text in texts if FOLDED.search(text)]
 
 
-def plan(minutes: int | None) -> list[str]:
-    """Return the plan's notebooks, in its order.
+def notebooks(minutes: int | None) -> list[Path]:
+    """Return the lessons' notebooks in the order of the plan.
 
-    minutes: those of a session of this length alone, one of `LENGTHS`.
+    minutes: those of a session of this length alone, one of `LENGTHS`. Without
+    it, those that the plan does not name come last.
     """
-    text = (ROOT / "docs" / "INSTRUCTOR.md").read_text("utf-8")
-    found = []
-    for row in text.partition(PLAN)[2].splitlines()[2:]:
-        if not row.startswith("|"):
-            break
-        cells = [cell.strip() for cell in row.strip("|").split("|")]
-        link = re.search(r"/notebooks/(\w+)\.ipynb", cells[-1])
-        if link and (minutes is None or cells[LENGTHS.index(minutes)]):
-            found.append(link[1])
-    return found
+    found = {path.stem: path
+             for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
+             if ".20" not in path.name}  # a backup
+    names = [name for name, row in read_plan().items()
+             if row.where == f"notebooks/{name}.ipynb"
+             and (minutes is None or minutes in row.minutes)]
+    if minutes is None:
+        names += [name for name in found if name not in names]
+    return [found[name] for name in names if name in found]
 
 
 def add_arguments(parser):
@@ -72,14 +72,10 @@ def main(args):
     In the order in which the plan has them.
     """
     lesson, texts = args.lesson, {}  # of each lesson: its questions
-    names = plan(args.minutes)
-    for path in sorted((ROOT / "notebooks").glob("*.ipynb"), key=lambda path: (
-            names.index(path.stem) if path.stem in names else len(names))):
-        if ".20" not in path.name and (
-                args.minutes is None or path.stem in names):
-            name = path.stem.removeprefix("diff_")
-            texts[name] = predictions(name) if name in LESSONS else []
-            texts[name] += unfolded(path)
+    for path in notebooks(args.minutes):
+        name = path.stem.removeprefix("diff_")
+        texts[name] = predictions(name) if name in LESSONS else []
+        texts[name] += unfolded(path)
     texts = {name: found for name, found in texts.items() if found}
     require(not lesson or lesson in texts, f"no lesson with answers is called "
             f"{lesson}: choose from {', '.join(texts)}")
