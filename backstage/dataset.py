@@ -134,7 +134,7 @@ def check_shards(folder, sequence_length, look=100_000):
                 require(tokens.dtype == np.uint16 and tokens.ndim == 1,
                         f"{tokens.dtype} {tokens.shape}, not a list of uint16")
                 require(shard.stat().st_size == tokens.offset + tokens.nbytes,
-                        "truncated: shorter than its header says")
+                        "longer than its header says")  # NumPy sees shorter
                 highest = tokens[:look].max(initial=0)
                 require(highest < vocab_size, f"token {highest} is not in the "
                         f"vocabulary of {vocab_size}")

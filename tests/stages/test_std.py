@@ -477,6 +477,8 @@ SECOND = "test_train_000002.npy"
     (lambda data: np.save(data / SECOND, np.arange(100)),
      [SECOND, "int64", "not a list of uint16"]),
     (lambda data: os.truncate(data / SECOND, 139), [SECOND, "make it again"]),
+    (lambda data: os.truncate(data / SECOND, 9999),
+     [SECOND, "longer than its header says"]),
     (lambda data: write_shards(data, [[1] * 8] * 3, [1] * 100),
      ["24 tokens of train are too few"]),
     (lambda data: write_shards(data, [[257] * 2500], [1] * 100),
@@ -485,7 +487,8 @@ SECOND = "test_train_000002.npy"
      ["vocabulary.tiktoken is damaged"]),
     (lambda data: np.save(data / "x_train_val_0.npy", np.arange(9)),
      ["val_0.npy would be in both splits"]),
-], ids=["dtype", "truncated", "short", "token", "vocabulary", "split"])
+], ids=["dtype", "truncated", "longer", "short", "token", "vocabulary",
+        "split"])
 def test_bad_shards(tmp_path, change, words):
     data = make_dataset(tmp_path / "data")
     change(data)
