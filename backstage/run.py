@@ -124,7 +124,7 @@ class Run:
             self.record = files.read_json(folder / RECORD, {}) | self.record
         self.begun = bool(found)
         require(place.is_dir() or not os.path.lexists(place), f"{place} is "
-                "not a folder, or a broken link: restore the checkpoints, or "
+                "a file or a broken link: restore the checkpoints, or "
                 "remove it to begin at step 0")
         place.mkdir(exist_ok=True)
         for written in folder, place:
