@@ -182,10 +182,16 @@ def edited(folder, stage, *pairs):
                    edit(solution.read_text(), *pairs))
 
 
+def count_lines(run):
+    """How many lines metrics.csv has, with its header; 0 without it."""
+    metrics = Path(run, "metrics.csv")
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
 def wait_for_rows(run, number):
     """Wait until metrics.csv has that many steps."""
-    metrics, end = Path(run, "metrics.csv"), time.monotonic() + 120
-    while not metrics.exists() or metrics.read_text().count("\n") <= number:
+    end = time.monotonic() + 120
+    while count_lines(run) <= number:
         assert time.monotonic() < end, "the run does not get on"
         time.sleep(0.01)
 

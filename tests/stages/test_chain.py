@@ -19,6 +19,7 @@ from stages import (
     DeepSpeedOnCPU,
     Result,
     agree,
+    count_lines,
     start_stage,
     train,
     wait_for_rows,
@@ -55,13 +56,6 @@ PLACES = (
     Place("starter", (1, 2, 1)))
 
 
-class OnCPU(DeepSpeedOnCPU):
-    """DeepSpeed on a CPU; it sends no signal."""
-
-    def __init__(self):
-        super().__init__(0, 0)
-
-
 def start(place: Place, run, first: bool, data):
     """Begin a run there, or let it go on: a `StageLaunch`."""
     flags, options = (), {}
@@ -72,7 +66,8 @@ def start(place: Place, run, first: bool, data):
     if place.stage == "lit":
         flags += "--strategy", place.strategy
     if "deepspeed" in place.strategy:
-        options |= {"probes": [OnCPU()], "preload": ["deepspeed"]}
+        no_signal = DeepSpeedOnCPU(step=0, number=0)  # the first step is 1
+        options |= {"probes": [no_signal], "preload": ["deepspeed"]}
     if not first:
         flags += ("--resume",)
     return start_stage(place.stage, run, *flags, mesh=place.mesh, **options)
@@ -80,10 +75,7 @@ def start(place: Place, run, first: bool, data):
 
 def kill_at_random(launch, run, dice: random.Random) -> None:
     """Kill all ranks at once, some steps later and at any moment."""
-    there = 0
-    if (run / "metrics.csv").exists():
-        there = (run / "metrics.csv").read_text().count("\n")
-    wait_for_rows(run, min(9, there + 1 + dice.randrange(3)))
+    wait_for_rows(run, min(9, count_lines(run) + 1 + dice.randrange(3)))
     time.sleep(dice.random() * 0.3)
     launch.signal(signal.SIGKILL)
     launch.wait(100)
