@@ -278,6 +278,18 @@ def test_a_last_start_whose_folder_is_gone(home):
         evidence.find(None, home)
 
 
+@pytest.mark.parametrize("name", ["~/a", "{}/b/../a", "{}/a/"])
+def test_a_folder_of_ones_own_is_the_same_by_any_name(
+        name, home, monkeypatch):
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("RANKCHECK_WHY", name.format(home))
+    (home / "b").mkdir()
+    begun = make_start(home, "a")
+    assert start.switch_on(os.environ)["RANKCHECK_WHY"] == begun.folder
+    (home / "a" / "host-1.json").write_text("{}")
+    assert str(evidence.find_last(os.environ)) == begun.folder
+
+
 def test_what_was_started_last_in_a_folder_of_ones_own(tmp_path):
     """The second of two, in a folder by RANKCHECK_WHY; its output is in the
     file of the first, which is not its own.

@@ -87,10 +87,11 @@ def find_last(env: Mapping[str, str]) -> Path:
     """
     starts = start.find_last(env)
     found: list[Start | Path] = [*starts]
-    named = Path(env.get(witness.FOLDER) or os.curdir).absolute()
-    if env.get(witness.FOLDER) and [*named.glob("*-[0-9]*.json")] and not any(
-            Path(one.folder) == named for one in starts):
-        found.append(named)  # started without `why run`, with the hook alone
+    named = start.find_named(env)
+    if named and named not in {one.folder for one in starts} and (
+            [*Path(named).glob("*-[0-9]*.json")]):
+        # started without `why run`, with the hook alone
+        found.append(Path(named))
     require(found, f"nothing was watched yet: {HOW}; {PY_SPY}")
     if len(found) > 1:
         raise Ambiguous(found)

@@ -87,9 +87,16 @@ def switch_on(env: Mapping[str, str]) -> dict[str, str]:
     in the folder that they name already or in a new one.
     """
     name = time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
-    folder = os.path.expanduser(env.get(FOLDER) or str(STARTS / name))
-    return {**env, FOLDER: os.path.abspath(folder),
-            "PYTHONPATH": with_hook(env)}
+    folder = find_named(env) or os.path.abspath(STARTS / name)
+    return {**env, FOLDER: folder, "PYTHONPATH": with_hook(env)}
+
+
+def find_named(env: Mapping[str, str]) -> str | None:
+    """Return the folder that these variables name, as a `Start` has it; None
+    if they name none.
+    """
+    name = env.get(FOLDER)
+    return os.path.abspath(os.path.expanduser(name)) if name else None
 
 
 def make_folder(name: str | os.PathLike[str]) -> None:
@@ -169,9 +176,8 @@ def find_last(env: Mapping[str, str]) -> list[Start]:
     found += [start for start in starts
               if session and start.session == session][-1:]
     # which this shell uses for what it starts
-    named = os.path.abspath(env.get(FOLDER) or os.curdir)
-    found += [start for start in starts
-              if env.get(FOLDER) and start.folder == named][-1:]
+    named = find_named(env)
+    found += [start for start in starts if start.folder == named][-1:]
     newest = {start.folder: start for start in sorted(
         found, key=lambda start: start.number)}
     return [*newest.values()]
