@@ -254,6 +254,20 @@ def test_a_rank_that_does_not_answer_hangs_once_it_was_asked(tmp_path):
         assert hang.is_hanging([rank], asked, 25) == hangs
 
 
+def test_on_hang_where_the_working_directory_is_gone(tmp_path):
+    """Said once: the watcher, a copy of the process, must not say it too."""
+    line = (f"cd {tmp_path / 'gone'} && rmdir {tmp_path / 'gone'} && "
+            f"{sys.executable} -m rankcheck why run --on-hang true -- true")
+    (tmp_path / "gone").mkdir()
+    done = subprocess.run(
+        ["sh", "-c", line], capture_output=True, text=True, env={
+            **os.environ, "HOME": str(tmp_path), "PYTHONPATH": CLONE_PATH})
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[1:] == [
+        "error: --on-hang: the working directory is gone; fix: change to one "
+        "that exists"]
+
+
 def test_on_hang_without_a_start(tmp_path):
     status, _, err = ask(tmp_path, "--on-hang", "true", home=tmp_path)
     assert status == 2 and "belongs to a start" in err

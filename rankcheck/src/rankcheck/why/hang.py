@@ -53,8 +53,9 @@ def start_watcher(folder: Path, env: Mapping[str, str], command: str,
         seconds: how long no rank has made progress then.
 
     Raises:
-        UserError: if this process would be the watcher's parent, or if the
-            system cannot tell when it ends.
+        UserError: if this process would be the watcher's parent, if the
+            system cannot tell when it ends, or if the command would have no
+            working directory.
     """
     require(hasattr(os, "pidfd_open"), "--on-hang needs Linux 5.3 or later")
     try:
@@ -62,6 +63,12 @@ def start_watcher(folder: Path, env: Mapping[str, str], command: str,
     except OSError as error:
         raise UserError("--on-hang needs Linux 5.3 or later: "
                         f"{error.strerror}") from error
+    try:
+        cwd = os.getcwd()
+    except OSError as error:
+        raise UserError("--on-hang: the working directory is gone; fix: "
+                        "change to one that exists") from error
+    task = Task(folder, command, seconds, dict(env), cwd)
     reader, writer = os.pipe()
     owner = os.getpid()
     sys.stdout.flush()
@@ -70,7 +77,6 @@ def start_watcher(folder: Path, env: Mapping[str, str], command: str,
     if child == 0:
         middle = os.getpid()
         if os.fork() == 0:
-            task = Task(folder, command, seconds, dict(env), os.getcwd())
             become_watcher(job, owner, middle, writer, task)
         os._exit(0)
     os.waitpid(child, 0)
