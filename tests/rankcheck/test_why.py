@@ -799,6 +799,15 @@ def test_the_agent_of_torchrun_is_no_rank(command, is_launcher):
         {"RANK": "x", "WORLD_SIZE": ""}, ["python"]) == agent
 
 
+def test_a_launcher_leaves_as_any_script_does(tmp_path):
+    """Also a script that has a launcher's name calls backstage's `leave`."""
+    script = program(tmp_path / "torchrun", "import sys\n"
+                     "sys.modules['rankcheck_witness'].leave(3)")
+    ended = python(tmp_path, script, RANKCHECK_WHY="why",
+                   PYTHONPATH=f"{HOOK}:{CLONE_PATH}")
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 FOLDERS = {"torch": "/env/lib/python3.11/site-packages/torch",
            "mpi4py": "/env/lib/python3.11/site-packages/mpi4py",
            "python": "/usr/lib/python3.11", "launcher": "/env/bin"}

@@ -83,12 +83,12 @@ def start(name: str | os.PathLike[str]) -> None:
     folder = Path(os.path.expanduser(name)).absolute()
     rank, by = find_rank()[0], os.environ.get(WATCHED, str(os.getpid()))
     atexit.register(at_end, folder, by)
-    if launchers.is_launcher(launchers.read_command()):
-        return
     # by which a script that leaves without exit handlers finds `leave`
     package: Any = sys.modules.setdefault(
         "rankcheck_witness", type(sys)("rankcheck_witness"))
     package.leave = leave
+    if launchers.is_launcher(launchers.read_command()):
+        return
     # by: after os.execv it is still the same rank; what a rank has started
     # has its number, and may be a monitor
     if by == str(os.getpid()) and (
