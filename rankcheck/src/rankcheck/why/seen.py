@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rankcheck.engine.findings import Finding
 from rankcheck.system.sources import NAMED, SCRIPT
-from rankcheck.why.process_record import Call, Ended
+from rankcheck.why.process_record import Call, Ended, ErrorThatFollowed
 from rankcheck.why.ranks import (
     SOON,
     Job,
@@ -99,10 +99,11 @@ def describe_error(rank: Rank) -> str:
         words += f", with status {ended['status']!r}"
         if launcher_says:
             words += ", as the launcher says"
-    for stack, text in ended.get("then", ()):
-        words += f"; then {text}"
-        if stack:  # one that a group holds may never have been raised
-            words += f", in {rank.find_place(stack)}"
+    for row in ended.get("then", ()):
+        followed = ErrorThatFollowed(*row)
+        words += f"; then {followed.words}"
+        if followed.stack:  # one that a group holds may never be raised
+            words += f", in {rank.find_place(followed.stack)}"
     return words
 
 
