@@ -29,7 +29,6 @@ from rankcheck.system.errors import UserError
 from rankcheck.system.hook import HOOK
 from rankcheck.system.sources import Sources, find_callee
 from rankcheck.why import calls, command, evidence, jobs, start, witness
-from rankcheck.why.calls import find_line
 from rankcheck.why.evidence import collect
 from rankcheck.why.judge import RULES, find_last, judge
 from rankcheck.why.ranks import Rank
@@ -670,7 +669,8 @@ def test_how_a_script_of_others_ends(last, status, error, tmp_path):
     assert status is None or end == status
     assert record["ended"].get("error") == error
     if error:  # where it was, and what it said
-        assert find_line(record["ended"]["stack"])[0].endswith("script.py")
+        line = Sources(None).find_line(record["ended"]["stack"])
+        assert line[0].endswith("script.py")
         assert "zero" in record["ended"]["message"]
 
 
@@ -1158,9 +1158,9 @@ def test_the_page_has_a_row_for_each_fault():
 def test_what_is_compiled_is_not_the_scripts_line():
     """While torch.compile compiles, its own files are the innermost."""
     mine = ["/home/me/train.py", 12, "train"]
-    ours = [str(HOOK.parent / "calls.py"), 5, "called"]  # MPI's calls
+    ours = [calls.__file__, 5, "called"]  # MPI's calls
     made = ["/tmp/torchinductor_me/4g/c4gctn4dfcbfhsqf3etj2uh6z57f2atxonbbl6"
             "f2sxtbm3csrab4.py", 33, "<module>"]
     library = ["/lib/python3/site-packages/torch/_dynamo/eval_frame.py", 5, ""]
-    assert find_line([mine, library, made]) == mine
-    assert find_line([mine, ours]) == mine
+    assert Sources(None).find_line([mine, library, made]) == mine
+    assert Sources(None).find_line([mine, ours]) == mine

@@ -258,8 +258,3 @@ class Sources:
 def is_mpi_call(file: str, name: str) -> bool:
     """Whether this is the frame in which our record of MPI calls MPI."""
     return name == "called" and file.endswith("/why/calls.py")
-
-
-def find_line(stack: Stack, more: str = "") -> Frame:
-    """`Sources.find_line` by the paths alone."""
-    return Sources(None, more).find_line(stack)

@@ -17,7 +17,6 @@ import time
 
 from ..system import sources
 from ..system.launchers import find_torch
-from ..system.sources import find_line  # noqa: F401 also for who has no folders
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing it takes longer than all else here
