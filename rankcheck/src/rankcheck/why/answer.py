@@ -12,7 +12,7 @@ from rankcheck.engine.findings import Finding
 from rankcheck.why.evidence import UNWATCHED
 from rankcheck.why.judge import judge
 from rankcheck.why.process_record import Call, Ended
-from rankcheck.why.ranks import PLURALS, Rank
+from rankcheck.why.ranks import Rank, pluralize
 from rankcheck.why.seen import describe
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def describe_group(ranks: list[Rank]) -> str:
         line += f", process {first.pid}"
     else:
         verb, space, rest = words.partition(" ")
-        words = PLURALS.get(verb, verb.removesuffix("s")) + space + rest
+        words = pluralize(verb) + space + rest
     if first.calls:
         line += f", collective {first.calls[-1]['number']}"
     return f"{line}: {words}"

@@ -85,6 +85,11 @@ class Place(NamedTuple):
 PLURALS = {"is": "are", "has": "have", "was": "were"}
 
 
+def pluralize(verb: str) -> str:
+    """Return as it is of several ranks what is `is` or `waits` of one."""
+    return PLURALS.get(verb, verb.removesuffix("s"))
+
+
 def format_ranks(numbers: Sequence[int], verb: str) -> str:
     """Return for example `ranks 0, 1`, with a verb `ranks 0, 1 are`.
 
@@ -94,7 +99,7 @@ def format_ranks(numbers: Sequence[int], verb: str) -> str:
     noun = "rank"
     if len(numbers) > 1:
         noun = "ranks"
-        verb = PLURALS.get(verb, verb.removesuffix("s"))
+        verb = pluralize(verb)
     return f"{noun} {', '.join(map(str, numbers))} {verb}".rstrip()
 
 
