@@ -247,8 +247,9 @@ def say_begin(folder: Path) -> str:
                      f"{begun.pid}` shows the lines of its processes")
     else:
         texts.append(UNWATCHED)
-    if begun is not None:
-        texts += filter(None, [say_output(begun)])
+    output = say_output(begun) if begun is not None else ""
+    if output:
+        texts.append(output)
     return "; ".join(["no rank has been seen", *texts])
 
 
