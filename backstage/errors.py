@@ -174,20 +174,29 @@ def leave_mpi(status: object,
     """Leave the other processes of MPI, or end them all after an error.
 
     They would wait for this one for ever, and MPI_Finalize for them. last:
-    called before this process ends if MPI_Finalize does not return.
+    called, after no error, before this process ends if MPI_Finalize does not
+    return.
     """
     MPI: Any = sys.modules.get("mpi4py.MPI")
     if MPI is None or not MPI.Is_initialized() or MPI.Is_finalized():
         return
+    failed = status not in (0, None)
+    code = status if isinstance(status, int) else 1
+
+    def end() -> None:
+        if failed:
+            os._exit(code)
+        end_well(last)
+
     sys.stdout.flush()
+    if failed:
+        sys.stderr.flush()
     if MPI.COMM_WORLD.size > 1:
-        if status not in (0, None):
-            sys.stderr.flush()
-            code = status if isinstance(status, int) else 1
-            with time_limit(lambda: os._exit(code)):
+        if failed:
+            with time_limit(end):
                 MPI.COMM_WORLD.Abort(code)
         agree(MPI)
-    with time_limit(lambda: end_well(last)):
+    with time_limit(end):
         MPI.Finalize()
 
 

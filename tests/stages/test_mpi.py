@@ -238,6 +238,9 @@ def test_a_job_that_failed_does_so_where_mpi_never_ends(hangs, start):
     done = start("-n", 1, *hang, *ENDS, ":", "-n", 1, *hang, *ENDS, "x")
     assert done.returncode == 1
     assert "error (rank 1): no such folder" in done.stderr
+    alone = start("-n", 1, *hang, *ENDS, "x")
+    assert alone.returncode == 1
+    assert "error: no such folder" in alone.stderr
 
 
 def test_a_misspelt_call_is_said_to_be_none_of_mpi4pys():
