@@ -150,6 +150,13 @@ def test_messages(tmp_path):
     assert found.ranks == [1] and not found.kind
 
 
+def test_a_message_to_a_rank_that_nobody_knows(tmp_path):
+    leave_dumps(tmp_path, "time.sleep(9)")
+    found, = add_messages(tmp_path, "send 0->7", "", "")
+    assert found.text.endswith("rank 7 has left no dump")
+    assert found.ranks == [7]
+
+
 def test_messages_that_are_sent_together(tmp_path):
     """NCCL adds an entry for all of them, which has no counterpart."""
     leave_dumps(tmp_path, "time.sleep(9)")

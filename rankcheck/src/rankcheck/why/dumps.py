@@ -345,11 +345,11 @@ def judge_messages(group: str, members: tuple[int, ...],
                if call.is_message and not call.is_over
                and call.operation in COUNTERPARTS]
     for rank, call in pending:
-        peer = members[call.peer]
+        peer = name_peer(call, members)
         counterpart = COUNTERPARTS[call.operation]
         of_peer = [other for one, other in pending if one == peer]
         if any(other.operation == counterpart
-               and members[other.peer] == rank for other in of_peer):
+               and name_peer(other, members) == rank for other in of_peer):
             continue
         direction = "to" if call.operation == "send" else "from"
         text = (f"rank {rank} waits in {call.operation} of group {group}, "
@@ -364,6 +364,16 @@ def judge_messages(group: str, members: tuple[int, ...],
         return show(text, "each send needs one recv on the other rank, in the "
                     "same order", [peer])
     return None
+
+
+def name_peer(call: Call, members: tuple[int, ...]) -> int:
+    """Return the number of a message's other rank among all ranks.
+
+    It may be beyond those that are known, where some have left no dump.
+    """
+    if call.peer < len(members):
+        return members[call.peer]
+    return call.peer
 
 
 def show(text: str, advice: str, ranks: list[int] | None = None) -> Finding:
