@@ -50,6 +50,8 @@ LONG = [f"test_{name}.py" for name in (
 NEED_A_PROGRAM = {"browser", "enter", "mount", "mpich", "portal", "slurm"}
 
 MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")  # Debian's
+OF_THE_USER = (  # of the home folder: where packages are from, caches
+    ".cache/matplotlib", ".cache/pip", ".cache/uv", ".config/pip")
 ENVIRONMENT = (  # what activate.sh needs
     "activate.sh", "setup.sh", "requirements.txt", "constraints.txt",
     "pyproject.toml",
@@ -85,6 +87,7 @@ def pytest_configure(config):
     if not is_worker(config):  # all that tests start inherit them
         os.environ["WORKSHOP_TESTS"] = str(os.getpid())
         os.environ["TMPDIR"] = tempfile.tempdir = make_temporary()
+        os.environ["HOME"] = make_home(Path(tempfile.tempdir, "home"))
         cleanup.watch(os.getpid(), tempfile.tempdir)
         config.option.basetemp = (
             config.option.basetemp or f"{tempfile.tempdir}/t")
@@ -105,6 +108,21 @@ def make_temporary():
         prefix="t", dir=place if os.access(place, os.W_OK) else None)
     os.chmod(folder, 0o755)  # some tests are nobody
     return folder
+
+
+def make_home(folder):
+    """A home folder without the profile and the settings of the user.
+
+    A job's shell is a login shell, which reads the profile, and tests kill
+    jobs. One that was killed in the middle left the lock of a program behind
+    (pyenv's): each later shell waited a minute for it, and said so in the log.
+    """
+    user = Path.home()
+    for name in OF_THE_USER:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if (user / name).exists():
+            (folder / name).symlink_to(user / name)
+    return str(folder)
 
 
 def pytest_addoption(parser):

@@ -87,3 +87,19 @@ def test_somebody_elses_process_stays(place):
     finally:
         other.kill()
         other.wait()
+
+
+def test_a_login_shell_reads_no_profile_of_the_user(place):
+    """A test may kill it: then nothing of the user's is half done."""
+    (place / ".profile").write_text("echo the profile of the user\n")
+    test = place / "test_login.py"
+    test.write_text("import subprocess\n\n\ndef test():\n    print(subprocess"
+                    ".run(['bash', '-lc', 'echo a login shell'], text=True,"
+                    " stdout=subprocess.PIPE).stdout)\n")
+    out = subprocess.run(
+        [sys.executable, "-m", "pytest", "-sq", "-p", "no:cacheprovider",
+         "-p", "conftest", test], cwd=ROOT, text=True, check=True,
+        env={**os.environ, "HOME": str(place), "PYTHONPATH":
+             f"{ROOT}/tests{os.pathsep}{os.environ['PYTHONPATH']}"},
+        stdout=subprocess.PIPE).stdout
+    assert "a login shell" in out and "the profile" not in out
