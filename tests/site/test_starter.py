@@ -204,12 +204,13 @@ def begun(tmp_path_factory):
     ([], "--resume"),
     (["--eval-every", 0, "--resume"], "--eval-every must be 1 or more"),
     (["--run-dir", STARTER / "run"], "Not a directory"),
-    (["--run-dir=~/.bashrc/run"], str(Path.home())),
+    (["--run-dir=~/a file/run"], str(Path.home())),
     (["--seed", 10**20], "--seed must be"), (["--workers", -1], "--workers"),
     (["--seed", "1" * 5000], "--seed"),
     (["--learning-rate", "nan"], "--learning-rate must be"),
 ])
 def test_errors_are_one_line(flags, words, begun, tmp_path):
+    (Path.home() / "a file").touch()
     run = tmp_path / "run" if "--learning-rate" in flags else begun
     before = {file: file.read_bytes() for file in run.rglob("*.*")
               if file.is_file()}
