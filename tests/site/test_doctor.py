@@ -81,7 +81,7 @@ def test_all_is_well(repo):
 
 
 def test_it_names_the_commit_and_the_site_file(repo, monkeypatch):
-    for module in (doctor, doctor.git, originals):
+    for module in (doctor, doctor.git):
         monkeypatch.setattr(module, "ROOT", repo)
     monkeypatch.setattr(originals, "RECORD", repo / "originals.json")
     assert doctor.ask_course() == (
