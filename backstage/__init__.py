@@ -7,6 +7,7 @@ ROOT = Path(__file__).resolve().parent.parent  # the repository
 
 # With PYTHONSAFEPATH or -P a script would not find what lies beside it.
 script = sys.modules["__main__"]
-if getattr(sys.flags, "safe_path", False) and not script.__spec__ and hasattr(
-        script, "__file__"):
-    sys.path.insert(0, str(Path(script.__file__).resolve().parent))
+if getattr(sys.flags, "safe_path", False) and not script.__spec__:
+    file = getattr(script, "__file__", None)
+    if file:
+        sys.path.insert(0, str(Path(file).resolve().parent))

@@ -5,11 +5,14 @@ A checkpoint is a dictionary: `format`, `stage`, `step` (completed updates),
 `hyperparameters`.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import pickle
 import re
 import zipfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from fnmatch import filter as matching
 from functools import cache
@@ -18,13 +21,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from backstage.errors import UserError, explain, require, warn
-from backstage.files import Damaged, reading, reason, write_atomically
+from backstage.files import (
+    Damaged,
+    StrPath,
+    reading,
+    reason,
+    write_atomically,
+)
+from backstage.interfaces import ModelConfig
 from backstage.world import call_on_rank_0, get_rank_and_size, on_every_rank
 
 # each save would say that a tensor in parts of parts is gathered twice
@@ -38,9 +49,12 @@ KEYS = {  # of other programs' checkpoints
     "fixed": "the starter's"}
 FORMAT = 2  # 1 had c_attn's rows in another order, and numbers, not names
 MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's, of each weight
+State = dict[str, Any]  # a checkpoint's dictionary, or one inside it
+Outline = dict[tuple[str, str], str]  # (name, what): a tensor's description
 
 
-def gather_state(model, optimizer):
+def gather_state(model: nn.Module,
+                 optimizer: torch.optim.Optimizer) -> tuple[State, State]:
     """The whole state of both, on rank 0; elsewhere empty dictionaries.
 
     The parameters have the names of the plain model. All ranks call this if
@@ -52,7 +66,7 @@ def gather_state(model, optimizer):
             module.reshard()
     firsts, (rank, _) = first_ranks(model), get_rank_and_size()
 
-    def gather(part):
+    def gather(part: torch.Tensor) -> torch.Tensor | None:
         if isinstance(part, DTensor):
             part = part.full_tensor()  # from all ranks of the pipeline stage
         return part.cpu() if rank in firsts else None
@@ -65,7 +79,7 @@ def gather_state(model, optimizer):
         if rank == other:
             dist.send_object_list([mine], dst=0, group=cpus)
         elif rank == 0:
-            received = [None]
+            received: list[Any] = [None]
             dist.recv_object_list(received, src=other, group=cpus)
             more_weights, more = received[0]
             weights |= more_weights
@@ -85,23 +99,24 @@ def gather_state(model, optimizer):
     return weights, optim_state
 
 
-def first_ranks(model):
+def first_ranks(model: nn.Module) -> list[int]:
     """The first rank of each pipeline stage: [0] without a pipeline."""
     if not is_sharded(model):
         return [0]
-    firsts = {}
+    firsts: dict[tuple[str, ...], int] = {}
     for rank, names in enumerate(on_every_rank(tuple(model.state_dict()))):
         firsts.setdefault(names, rank)
     return list(firsts.values())
 
 
 @cache
-def join_first_ranks(ranks):
+def join_first_ranks(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """A group that sends between CPUs: NCCL would use the GPUs. All ranks."""
     return dist.new_group(ranks, backend="gloo")
 
 
-def spread_state(state, model, optimizer=None):
+def spread_state(state: State, model: nn.Module,
+                 optimizer: torch.optim.Optimizer | None = None) -> None:
     """Load a checkpoint's state: each rank loads its part. All ranks.
 
     The optimizer's options, such as betas, are its own and not the file's.
@@ -113,20 +128,21 @@ def spread_state(state, model, optimizer=None):
     if optimizer is not None:
         mine = state_dict.get_optimizer_state_dict(model, optimizer)
         moments = state["optimizer"]["state"]
+        names: list[str] = [*mine["state"]]
         mine["state"] = {
             name: moments[name if name in moments else TIED[0]]
-            for name in mine["state"]}  # a pipeline's last stage has TIED[1]
+            for name in names}  # a pipeline's last stage has TIED[1]
         state_dict.set_optimizer_state_dict(
             model, optimizer, mine, options=options)
 
 
-def is_sharded(model):
+def is_sharded(model: nn.Module) -> bool:
     """Whether a rank holds only a part, which FSDP may have gathered now."""
     return (any(isinstance(part, FSDPModule) for part in model.modules())
             or any(isinstance(part, DTensor) for part in model.parameters()))
 
 
-def write_checkpoint(folder, state):
+def write_checkpoint(folder: Path, state: State) -> None:
     """Write folder/step_<step>.pt atomically; keep it and the one before it.
 
     Raises `UserError` if it cannot be written; older checkpoints stay.
@@ -158,7 +174,7 @@ def remove_old(checkpoints: list[Path]) -> None:
         warn(f"{failures[0]}{more}: older checkpoints still use disk space")
 
 
-def list_checkpoints(folder):
+def list_checkpoints(folder: StrPath) -> list[Path]:
     """The checkpoints that a run has written in a folder, the newest first."""
     # glob would find none in a folder that may not be read
     names = os.listdir(folder) if os.path.isdir(folder) else []
@@ -166,7 +182,7 @@ def list_checkpoints(folder):
             for name in sorted(matching(names, NAMES), reverse=True)]
 
 
-def is_ours(file):
+def is_ours(file: StrPath) -> bool:
     """Whether a file is what its name says: a checkpoint after that step."""
     try:
         step = load_checkpoint(file, verify=False)["step"]
@@ -175,14 +191,18 @@ def is_ours(file):
         return False
 
 
-def load_first(files, flag, config, model, optimizer=None):
+def load_first(
+        files: Sequence[StrPath], flag: str, config: ModelConfig,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        ) -> tuple[StrPath, State]:
     """The first of the files that a model can go on from: its name and state.
 
     All ranks; rank 0 looks, and warns of damaged ones. flag: what named them.
     """
     wanted, now = outline(model, optimizer), asdict(config)
 
-    def find():
+    def find() -> StrPath:
         for file in files:
             try:
                 state = load_checkpoint(file)
@@ -199,12 +219,13 @@ def load_first(files, flag, config, model, optimizer=None):
                 problem = explain(error)
                 require(file != files[-1], f"{problem}: name another {flag}")
                 warn(f"{problem}: resuming from the previous checkpoint")
+        raise AssertionError  # the last file is returned, or an error
 
     file = call_on_rank_0(find)
     return file, load_checkpoint(file, verify=False)
 
 
-def load_checkpoint(file, verify=True):
+def load_checkpoint(file: StrPath, verify: bool = True) -> State:
     """A checkpoint's dictionary, on the CPU; `check_fit` looks inside.
 
     Each tensor is read from the file where it is used. It may be changed; the
@@ -213,25 +234,25 @@ def load_checkpoint(file, verify=True):
     `UserError` if it is an older one.
     """
     with reading(file), open(file, "rb") as opened:
-        head, state, packed = opened.read(10), {}, {zipfile.ZIP_STORED}
+        head, packed = opened.read(10), {zipfile.ZIP_STORED}
+        state: State = {}
         kind = ("safetensors" if head[8:] == b'{"' else "a pickle" if
                 head[:1] == b"\x80" else "damaged, or of another program")
         if head[:2] == b"PK":
             with zipfile.ZipFile(file) as archive:
                 names = " ".join(archive.namelist())
                 packed = {entry.compress_type for entry in archive.infolist()}
-                broken = verify and archive.testzip()
+                broken = archive.testzip() if verify else None
             require(not broken, f"the checksum of {broken} is wrong")
             kind = "TorchScript" if "constants.pkl" in names else (
                 "a zip archive" * ("data.pkl" not in names))
             if not packed <= {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
                 kind = "packed again, as torch cannot read it"
         try:
-            state = kind or {**load_tensors(
-                file, stored=packed <= {zipfile.ZIP_STORED})}
-            kind = kind or next((KEYS[key] for key in state if key in KEYS), (
-                "" if "format" in state else
-                f"it holds {', '.join(map(str, state))[:60]}"))
+            if not kind:
+                state = {**load_tensors(
+                    file, stored=packed <= {zipfile.ZIP_STORED})}
+                kind = name_program(state)
         except (pickle.UnpicklingError, TypeError) as error:
             kind = reason(error)  # classes, or no dictionary
         if kind:
@@ -245,7 +266,17 @@ def load_checkpoint(file, verify=True):
         return plain_names(state)
 
 
-def plain_names(state: dict[str, Any]) -> dict[str, Any]:
+def name_program(state: State) -> str:
+    """What else has written it; "" if it may be a checkpoint of ours."""
+    for key in state:
+        if key in KEYS:
+            return KEYS[key]
+    if "format" in state:
+        return ""
+    return f"it holds {', '.join(map(str, state))[:60]}"
+
+
+def plain_names(state: State) -> State:
     """The state, with a plain model's names.
 
     Who saves a compiled model, or one in a wrapper, has its name before each.
@@ -266,7 +297,7 @@ def plain_names(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def load_tensors(file: Path, stored: bool = True) -> dict[str, Any]:
+def load_tensors(file: StrPath, stored: bool = True) -> State:
     """What torch.save has written, mapped where the file system can.
 
     stored: whether the tensors' bytes are in the file as they are: who packs
@@ -282,14 +313,16 @@ def load_tensors(file: Path, stored: bool = True) -> dict[str, Any]:
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def outline(model, optimizer=None):
+def outline(model: nn.Module,
+            optimizer: torch.optim.Optimizer | None = None) -> Outline:
     """The tensors that a checkpoint of both has: {(name, what): description}.
 
     All ranks that hold a part of the model call this. The moments of another
     optimizer than AdamW are left to PyTorch.
     """
+    tensors: State = state_dict.get_model_state_dict(model)
     mine = {(name, "weight"): describe(weight)
-            for name, weight in state_dict.get_model_state_dict(model).items()}
+            for name, weight in tensors.items()}
     if isinstance(optimizer, torch.optim.AdamW):
         weights = dict(model.named_parameters())
         if TIED[0] not in weights:  # a pipeline's last stage
@@ -301,13 +334,13 @@ def outline(model, optimizer=None):
     return {key: text for part in every for key, text in part.items()}
 
 
-def describe(tensor):
+def describe(tensor: torch.Tensor) -> str:
     """For example "float (768, 768)"."""
     kind = "float" if tensor.is_floating_point() else tensor.dtype
     return f"{kind} {tuple(tensor.shape)}"
 
 
-def check_fit(file, state, wanted):
+def check_fit(file: StrPath, state: State, wanted: Outline) -> None:
     """Raise `Damaged` unless `state` has the tensors of an `outline`.
 
     PyTorch would leave a weight as it is where one is missing, and ends the

@@ -6,6 +6,8 @@ with everything else that an `Encoding` needs. A folder without them holds
 GPT-2's tokens. `manifest.json` is by the program that built the folder.
 """
 
+from __future__ import annotations
+
 import base64
 import hashlib
 import os
@@ -15,12 +17,16 @@ from contextlib import suppress
 from fnmatch import filter as matching
 from pathlib import Path
 from shlex import quote
+from typing import TYPE_CHECKING, Any
 
 import regex  # tiktoken needs it, too
 import tiktoken
 
 from backstage.errors import UserError, require
-from backstage.files import map_file, read_json, reading
+from backstage.files import StrPath, map_file, read_json, reading
+
+if TYPE_CHECKING:
+    import torch
 
 GPT2_SIZE = 50257
 END_OF_TEXT = "<|endoftext|>"
@@ -31,7 +37,7 @@ SAMPLE = f"a {string.printable} naïve 世界"  # of what is in a text
 SHARDS = "*_{}_*.npy"  # the files of a split, "train" or "val"
 
 
-def load_vocabulary(folder):
+def load_vocabulary(folder: StrPath) -> tiktoken.Encoding:
     """The `tiktoken.Encoding` of a dataset folder; never uses the network.
 
     Raises `UserError` if the files are damaged, or if the folder has none and
@@ -74,14 +80,14 @@ def require_pieces(pattern: str) -> None:
                 "text")
 
 
-def vocabulary_size(folder):
+def vocabulary_size(folder: StrPath) -> int:
     """How many tokens the vocabulary has; never uses the network."""
     if not (Path(folder) / SETTINGS).exists():
         return GPT2_SIZE
     return load_vocabulary(folder).n_vocab
 
 
-def gpt2_is_cached():
+def gpt2_is_cached() -> bool:
     """Whether `tiktoken.get_encoding("gpt2")` works without a network."""
     cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get(
         "DATA_GYM_CACHE_DIR") or f"{tempfile.gettempdir()}/data-gym-cache"
@@ -91,7 +97,7 @@ def gpt2_is_cached():
     return all((Path(cache) / name).exists() for name in names)
 
 
-def list_shards(folder, *patterns):
+def list_shards(folder: StrPath, *patterns: str) -> dict[str, list[Path]]:
     """The files of the splits, {"train": [...], "val": [...]}, in order.
 
     What macOS writes beside files, ._NAME, is none.
@@ -108,7 +114,8 @@ def list_shards(folder, *patterns):
     return found
 
 
-def check_shards(folder, sequence_length, look=100_000):
+def check_shards(folder: StrPath, sequence_length: int,
+                 look: int | None = 100_000) -> dict[str, int]:
     """How many tokens each split has, {"train": ..., "val": ...}.
 
     Raises a `UserError` unless a stage can train on the shards: each is whole,
@@ -151,22 +158,24 @@ def check_shards(folder, sequence_length, look=100_000):
     return counts
 
 
-def check_batch(folder, vocab_size, tokens):
+def check_batch(folder: StrPath, vocab_size: int,
+                tokens: torch.Tensor) -> None:
     """Raise a `UserError` for ids that an embedding in shards would take."""
     if tokens.__array__().max() >= vocab_size:  # no device has them yet
         check_shards(folder, 0, look=None)  # it names the shard
         raise UserError(f"{folder} has changed: {AGAIN}")
 
 
-def read_manifest(folder, like=dict):
+def read_manifest(folder: StrPath, like: Any = dict) -> dict[str, Any]:
     """Its `manifest.json`; {} if there is none. A `UserError` if damaged."""
     file = Path(folder, MANIFEST)
     return read_json(file, like, AGAIN) if file.exists() else {}
 
 
-def bytes_per_token(folder):
+def bytes_per_token(folder: StrPath) -> float | None:
     """For the validation split; None if the folder does not say."""
     with suppress(UserError, LookupError, ArithmeticError):
         counts = {"bytes": int, "tokens": int}
         val = read_manifest(folder, {"val": counts})["val"]
         return max(0, val["bytes"] / val["tokens"]) or None
+    return None

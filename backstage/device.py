@@ -1,19 +1,24 @@
 """The device of a process: which one it is, and what it can do."""
 
+from __future__ import annotations
+
 import os
 import resource
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from backstage import world
 from backstage.errors import require, warn
 
-CHECKS = []  # of each batch, by the run that reads it
+# of each batch, by the run that reads it
+CHECKS: list[Callable[[torch.Tensor], None]] = []
 
 
-def find_device(name="auto"):
+def find_device(name: str = "auto") -> torch.device:
     """The kind of device that a process here computes on: `torch.device`.
 
     name: "auto" (an accelerator if there is one), "cpu", "cuda", "xpu",
@@ -29,10 +34,13 @@ def find_device(name="auto"):
     here = ["cpu", *([accelerator.type] if accelerator else [])]
     require(name in ("auto", *here), f"--device {name} is not on this "
             f"machine: choose from {', '.join(here)}")
-    return torch.device("cpu") if name == "cpu" else accelerator
+    if name == "cpu" or accelerator is None:
+        return torch.device("cpu")
+    return accelerator
 
 
-def find_gpu(environment=os.environ, root=Path("/")):
+def find_gpu(environment: Mapping[str, str] = os.environ,
+             root: Path = Path("/")) -> str:
     """A sentence with the sign that this process has a GPU, or "".
 
     If torch does not fit the driver, a job on a GPU would train on the CPU,
@@ -52,7 +60,7 @@ def find_gpu(environment=os.environ, root=Path("/")):
     return ""
 
 
-def use_device(name="auto", local_rank=0):
+def use_device(name: str = "auto", local_rank: int = 0) -> torch.device:
     """Make this process's device torch's current one, and return it.
 
     name, errors: as for `find_device`. The local rank says which one it is.
@@ -72,7 +80,7 @@ def use_device(name="auto", local_rank=0):
     return torch.device(device.type, local_rank)
 
 
-def check_local_rank(device, local_rank):
+def check_local_rank(device: torch.device, local_rank: int) -> None:
     """Raise a `UserError` if no device is left for this local rank."""
     count = torch.accelerator.device_count()
     require(local_rank < count, f"process {local_rank} of this node has no "
@@ -83,7 +91,7 @@ def check_local_rank(device, local_rank):
                 ) * (count == 1))
 
 
-def memory_size(device):
+def memory_size(device: torch.device) -> int:
     """The device's memory in bytes; 0 if it is unknown."""
     if device.type in ("cuda", "xpu"):
         backend = getattr(torch, device.type)
@@ -93,7 +101,7 @@ def memory_size(device):
     return 0
 
 
-def peak_memory(device):
+def peak_memory(device: torch.device) -> tuple[int, int | None]:
     """The most bytes that this process has had: (used, reserved).
 
     On an accelerator, what its tensors took, and what PyTorch reserved for
@@ -109,7 +117,7 @@ def peak_memory(device):
     return resident_memory(), None
 
 
-def resident_memory(status=Path("/proc/self/status")):
+def resident_memory(status: Path = Path("/proc/self/status")) -> int:
     """The most bytes that this process has had in memory."""
     try:
         words = status.read_text().split()
@@ -119,14 +127,14 @@ def resident_memory(status=Path("/proc/self/status")):
         return most if sys.platform == "darwin" else 1024 * most
 
 
-def describe_memory(used, device):
+def describe_memory(used: int, device: torch.device) -> str:
     """For example "15.5 GiB (39%)", where the device's memory is known."""
     size = memory_size(device)
     return f"{used / 2**30:.1f} GiB" + (
         f" ({100 * used / size:.0f}%)" if size else "")
 
 
-def pin(tensor):
+def pin(tensor: torch.Tensor) -> torch.Tensor:
     """Check a batch, and pin it for the copy to a GPU if one is used."""
     for check in CHECKS:
         check(tensor)
@@ -135,21 +143,23 @@ def pin(tensor):
     return tensor
 
 
-def has_bf16(device):
+def has_bf16(device: torch.device) -> bool:
     """Whether the device has bf16 arithmetic.
 
     Older GPUs, such as T4 and RTX 20, emulate it: PyTorch calls that
     supported, too, and it is slower than fp32.
     """
     if device.type == "cpu":
-        able = getattr(torch.cpu, "get_capabilities", dict)()
+        able: dict[str, bool] = getattr(
+            torch.cpu, "get_capabilities", dict)()
         return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return True
 
 
-def compile_model(model, device, each_block=False):
+def compile_model(model: Any, device: torch.device,
+                  each_block: bool = False) -> Any:
     """`torch.compile(model)`, or the model itself and a line of warning.
 
     each_block: compile each block and the head with the loss by themselves,
@@ -169,7 +179,7 @@ def compile_model(model, device, each_block=False):
     return model
 
 
-def can_compile(device):
+def can_compile(device: torch.device) -> bool:
     """Whether torch.compile works here; if not, it prints a warning."""
     try:  # that a machine lacks a compiler shows at the first call
         x = torch.ones(64, device=device, requires_grad=True)
@@ -181,7 +191,7 @@ def can_compile(device):
     return True
 
 
-def device_name(device):
+def device_name(device: torch.device) -> str:
     """The vendor's name for the device."""
     if device.type in ("cuda", "xpu"):
         return getattr(torch, device.type).get_device_name(device)

@@ -1,5 +1,7 @@
 """Errors for people: one line that says what is wrong and what to do."""
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import ctypes
@@ -12,8 +14,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, TypeVar
 
 from backstage import ROOT
 
@@ -27,8 +29,9 @@ LARGEST = 2**31 - 1  # of a flag that is a number
 # For MPI_Finalize, and MPI_Abort. Where a launch of four ranks on two busy
 # cores ended by itself, it took less than 2 s in all.
 MPI_SECONDS = 10
-HANDLERS = []  # what C may call is to stay
+HANDLERS: list[Callable[[int], None]] = []  # what C may call is to stay
 PATHS = "data", "dataset", "run_dir", "init", "file", "assistant"  # flags
+Flags = TypeVar("Flags")  # a dataclass
 
 
 class UserError(Exception):
@@ -46,20 +49,21 @@ def visible(text: str) -> str:
 
     Whatever is read from a file, or is a file's name, is printed through this.
     """
-    def name(found: "re.Match[str]") -> str:
+    def name(found: re.Match[str]) -> str:
         code = ord(found[0])
         return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
     return CONTROLS.sub(name, text)
 
 
-def require(condition, message):
+def require(condition: object, message: str) -> None:
     """Raise a `UserError` with `message` unless `condition` holds."""
     if not condition:
         raise UserError(message)
 
 
-def parse_flags(cls, default=None, words=None, **least):
+def parse_flags(cls: type[Flags], default: Flags | None = None,
+                words: list[str] | None = None, **least: float) -> Flags:
     """`tyro.cli(cls)`, but a wrong flag is a `UserError`.
 
     default: an instance of cls; words: None, this process's; least: see
@@ -70,14 +74,15 @@ def parse_flags(cls, default=None, words=None, **least):
     box = io.StringIO()  # tyro draws its errors on stderr, in a box
     try:
         with contextlib.redirect_stderr(box):
-            flags = tyro.cli(cls, args=words, default=default)
+            flags: Any = tyro.cli(cls, args=words, default=default)
         for name, value in vars(flags).items():
             if isinstance(value, os.PathLike) or (value and name in PATHS):
-                setattr(flags, name, type(value)(os.path.expanduser(value)))
+                kind: Any = type(value)
+                setattr(flags, name, kind(os.path.expanduser(value)))
         check_numbers(flags, least)
         return flags
-    except SystemExit as end:
-        if not end.code:  # --help
+    except SystemExit as exit_:
+        if not exit_.code:  # --help
             raise
     text = re.sub(r"\x1b\[[\d;]*m", "", box.getvalue())  # without colours
     rows = [row.strip(" │") for row in text.splitlines()]
@@ -88,7 +93,7 @@ def parse_flags(cls, default=None, words=None, **least):
     raise UserError(f"{reason[0].lower()}{reason[1:].rstrip('.')}: see --help")
 
 
-def check_numbers(flags, least):
+def check_numbers(flags: object, least: Mapping[str, float]) -> None:
     """A `UserError` for a number below its `least`, else 0, or too large."""
     for name, value in vars(flags).items():
         flag, low = "--" + name.replace("_", "-"), least.get(name, 0)
@@ -98,12 +103,12 @@ def check_numbers(flags, least):
             require(value <= most, f"{flag} must be {most} or less")
 
 
-def to_count(text):
+def to_count(text: str) -> int | None:
     """The number that an environment variable says; None if it is none."""
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
-def run_main(main):
+def run_main(main: Callable[[], object]) -> NoReturn:
     """Call `main()`, then exit; say in one line what the user can fix.
 
     The status is 0, that of a `SystemExit`, 130 after Ctrl-C, the error's
@@ -114,9 +119,9 @@ def run_main(main):
             setattr(sys, name, open(os.devnull, "r+"))
     if isinstance(sys.stdout, io.TextIOWrapper):  # of any encoding
         sys.stdout.reconfigure(errors="replace")
+    status: str | int | None = 0
     try:
         main()
-        status = 0
     except SystemExit as end:
         status = end.code
     except BaseException as error:
@@ -125,7 +130,7 @@ def run_main(main):
     leave(status)
 
 
-def report(error):
+def report(error: BaseException) -> int:
     """Say what happened; returns the exit status."""
     if isinstance(error, KeyboardInterrupt):
         print("\ninterrupted", file=sys.stderr)
@@ -142,7 +147,7 @@ def report(error):
     return getattr(error, "status", 1)
 
 
-def leave(status):
+def leave(status: str | int | None) -> NoReturn:
     """Exit; with torch.distributed or MPI, without Python's own clean-up.
 
     If a thread of torch.distributed asks for the interpreter's lock during
@@ -170,7 +175,7 @@ def finish(status: int, call_exit_handlers: bool = True) -> None:
 
 
 def leave_mpi(status: object,
-              last: "Callable[[], object]" = lambda: None) -> None:
+              last: Callable[[], object] = lambda: None) -> None:
     """Leave the other processes of MPI, or end them all after an error.
 
     They would wait for this one for ever, and MPI_Finalize for them. last:
@@ -277,19 +282,19 @@ def tell_launcher() -> None:
                 said += more
 
 
-def find_pmix() -> "ctypes.CDLL | None":
+def find_pmix() -> ctypes.CDLL | None:
     """The library by which MPI speaks to its launcher, if it is loaded."""
     with contextlib.suppress(OSError):
         return ctypes.CDLL("libpmix.so.2", os.RTLD_NOLOAD | os.RTLD_NOW)
     return None
 
 
-def silence():
+def silence() -> None:
     """Drop what is printed from now on, and what an exit would try again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def explain(error):
+def explain(error: BaseException) -> str | None:
     """One line for an error that the user can fix, or None for a bug."""
     kind, *bases = (cls.__name__ for cls in type(error).__mro__)
     if "UserError" in (kind, *bases):  # also a tool's own
@@ -336,7 +341,7 @@ def is_refused_fork(error: BaseException) -> bool:
             and frames[-1].name in ("_launch", "_execute_child"))
 
 
-def explain_distributed(lines):
+def explain_distributed(lines: list[str]) -> str:
     """One line for the lines of an error of torch.distributed."""
     text = " ... ".join(dict.fromkeys((lines[0], lines[-1])))
     missing = re.search(r"Unable to find address for: (\S+)", text)
@@ -350,7 +355,7 @@ def explain_distributed(lines):
     return f"torch.distributed failed: {text}"
 
 
-def say_once(message):
+def say_once(message: str) -> None:
     """Print an error once, even if every rank has it: rank 0, at once.
 
     The others give the launcher time to end them; if it does not, rank 0 does
@@ -366,6 +371,6 @@ def say_once(message):
     print(f"{where}: {visible(message)}", file=sys.stderr, flush=True)
 
 
-def warn(message):
+def warn(message: str) -> None:
     """Print one line of warning; the run goes on."""
     print(f"warning: {visible(message)}", file=sys.stderr, flush=True)

@@ -3,6 +3,8 @@
 This needs only the standard library, from Python 3.9 on.
 """
 
+from __future__ import annotations
+
 import ctypes
 import errno
 import fcntl
@@ -16,13 +18,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Literal, Optional, get_args, get_origin
+from typing import Any, BinaryIO, Literal, Union, get_args, get_origin
 
 from backstage import ROOT
 from backstage.errors import UserError, leave_mpi, report, require
 
 PART = ".workshop-part"  # how the name of an unfinished file of ours ends
-MAPPED = {}  # the files that are read as memory, and their bytes
+StrPath = Union[str, "os.PathLike[str]"]
+MAPPED: dict[StrPath, int] = {}  # files that are read as memory: their bytes
 
 
 class Damaged(UserError):
@@ -38,7 +41,7 @@ class WriteFailed(UserError):
 
 
 @contextmanager
-def reading(file, remedy=""):
+def reading(file: StrPath, remedy: str = "") -> Iterator[None]:
     """Whatever goes wrong while a file is read and checked is a `Damaged`.
 
     Anybody may have changed, copied or cut the file, and each library has its
@@ -58,7 +61,7 @@ def reading(file, remedy=""):
             f"{file} {what} ({reason(error)}){advice}") from error
 
 
-def map_file(file):
+def map_file(file: StrPath) -> None:
     """Let a SIGBUS be one line if this file was truncated while being read."""
     MAPPED[file] = os.stat(file).st_size
     # Python's own handler would wait for the read, which never ends
@@ -66,7 +69,7 @@ def map_file(file):
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
-def say_cut(number):
+def say_cut(number: int) -> None:
     for path, size in MAPPED.items():
         if os.path.exists(path) and os.stat(path).st_size < size:
             report(UserError(f"{path} was truncated while being read: "
@@ -77,7 +80,7 @@ def say_cut(number):
     os.kill(os.getpid(), number)
 
 
-def read_json(file, like, remedy=""):
+def read_json(file: StrPath, like: Any, remedy: str = "") -> Any:
     """What a file of JSON holds, if it is like that. Raises as `reading`."""
     with reading(file, remedy):
         value = json.loads(Path(file).read_bytes())
@@ -85,7 +88,7 @@ def read_json(file, like, remedy=""):
         return value
 
 
-def require_like(value, like, name="it"):
+def require_like(value: Any, like: Any, name: str = "it") -> None:
     """Raise a `UserError` unless a value of JSON has the types that it needs.
 
     like: a flag's type, a dictionary of keys, or a list of one item's type.
@@ -102,7 +105,7 @@ def require_like(value, like, name="it"):
         require_like(item, like[0], f"an item of {name}")
 
 
-def reason(error):
+def reason(error: BaseException) -> str:
     """What a library says about a file, in one short line."""
     text = getattr(error, "strerror", None) or str(error)
     if "eights_only" in text or "eights only" in text:  # PyTorch: trust it
@@ -133,9 +136,8 @@ def where_possible() -> Iterator[None]:
 
 
 def write_atomically(
-        path: "str | os.PathLike[str]",
-        data: "bytes | Callable[[BinaryIO], object]", advice: str = "",
-        last_look: Callable[[], object] = bool) -> None:
+        path: StrPath, data: bytes | Callable[[BinaryIO], object],
+        advice: str = "", last_look: Callable[[], object] = bool) -> None:
     """Write all of the data to the file, or leave the file unchanged.
 
     data: bytes, or a function that writes them to the open file it is given.
@@ -147,7 +149,9 @@ def write_atomically(
             is what the line says then.
     """
     path = Path(path)
-    existed, part, stamp = os.path.lexists(path), None, None
+    existed = os.path.lexists(path)
+    part: Path | None = None
+    stamp: os.stat_result | None = None
     try:
         part, file = open_part(path)
         with file:
@@ -180,8 +184,8 @@ def write_atomically(
                 part.unlink(missing_ok=True)
 
 
-def was_replaced(path: Path, part: Optional[Path],
-                 stamp: Optional[os.stat_result]) -> bool:
+def was_replaced(path: Path, part: Path | None,
+                 stamp: os.stat_result | None) -> bool:
     """Whether the part has become the file, whatever os.replace said.
 
     stamp: of the part, when it was whole. A server may fail after it has
@@ -194,7 +198,7 @@ def was_replaced(path: Path, part: Optional[Path],
     return False
 
 
-def open_part(path):
+def open_part(path: Path) -> tuple[Path, BinaryIO]:
     """A new file beside `path`, and its name: locked while it is open."""
     for number in itertools.count():
         part = path.with_name(f".{path.name}.{os.getpid()}-{number}{PART}")
@@ -203,9 +207,10 @@ def open_part(path):
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             return part, file
+    raise AssertionError  # no number is the last
 
 
-def remove_parts(folder):
+def remove_parts(folder: StrPath) -> None:
     """Remove what killed processes have left of files they wrote there.
 
     Nobody has a lock on them any more; without locks, they stay.
@@ -216,7 +221,7 @@ def remove_parts(folder):
             part.unlink()
 
 
-def lock_folder(folder, refusal):
+def lock_folder(folder: StrPath, refusal: str) -> int:
     """Lock a folder for this process; returns the open folder, an int.
 
     Closing it ends the lock. Where folders cannot be locked (NFS), none is
@@ -233,7 +238,7 @@ def lock_folder(folder, refusal):
     return handle
 
 
-def sync_folder(folder):
+def sync_folder(folder: StrPath) -> None:
     """Make sure that a file renamed in the folder survives a power cut.
 
     Where the file system cannot, nobody can.
@@ -246,7 +251,7 @@ def sync_folder(folder):
             os.close(handle)
 
 
-def new_folder(parent, name):
+def new_folder(parent: StrPath, name: str) -> Path:
     """Make parent/<date>-<time>-<name>, even if others do so right now."""
     now = time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
@@ -255,9 +260,10 @@ def new_folder(parent, name):
         with suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
+    raise AssertionError  # no number is the last
 
 
-def keep(file):
+def keep(file: Path) -> Path:
     """Give a file, soon replaced, one more name with the date; returns it."""
     while os.path.lexists(kept := file.with_stem(
             file.stem + time.strftime(".%Y%m%d-%H%M%S"))):
@@ -269,7 +275,7 @@ def keep(file):
     return kept
 
 
-def show_path(path, folder=ROOT):
+def show_path(path: StrPath, folder: Path = ROOT) -> str:
     """The path from the folder on where it is inside, else from the root on.
 
     folder: Path.cwd() for a path that somebody is to type.

@@ -4,18 +4,23 @@ The flags are the fields of the stage's `Hyperparameters`, first `RunFlags`.
 Their defaults come from the resumed run, the preset, or the machine.
 """
 
+
 import os
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
+
+import torch
 
 from backstage import ROOT, dataset, errors, track
 from backstage.device import device_name, find_device, has_bf16, memory_size
 from backstage.errors import UserError, require, warn
 from backstage.files import show_path
+from backstage.interfaces import ModelConfig, StageFlags
 from backstage.process import count_processes
 from backstage.record import is_claimed, read_record
 
@@ -53,7 +58,12 @@ class RunFlags:
     devices = tensor_parallel = pipeline_parallel = 0
 
 
-def parse(Hyperparameters, presets, models):
+Hp = TypeVar("Hp", bound=StageFlags)
+Config = TypeVar("Config", bound=ModelConfig)
+
+
+def parse(Hyperparameters: type[Hp], presets: Mapping[str, Hp],
+          models: Mapping[str, Config]) -> tuple[Hp, Config]:
     """(hyperparameters, the model's GPTConfig): what the flags ask for.
 
     presets: name -> Hyperparameters; models: name -> GPTConfig. All ranks.
@@ -77,7 +87,10 @@ def parse(Hyperparameters, presets, models):
     return hp, config
 
 
-def choose(presets, models, saved, given, device):
+def choose(
+        presets: Mapping[str, Hp], models: Mapping[str, Config],
+        saved: dict[str, Any], given: dict[str, Any],
+        device: torch.device) -> tuple[Hp, Config, list[str]]:
     """(hyperparameters, the model's GPTConfig, why: a list of texts)."""
     asked, why = saved | given, []
     accelerated, has_data = device.type != "cpu", find_data("gpt2") is not DEMO
@@ -119,7 +132,8 @@ def choose(presets, models, saved, given, device):
     return hp, config, why
 
 
-def announce(hp, preset, device, why):
+def announce(hp: StageFlags, preset: StageFlags, device: torch.device,
+             why: list[str]) -> None:
     """Print the log's first line, and before it what may be unwanted."""
     if hp.warmup_steps > hp.max_steps > 0:
         warn(f"the learning rate is still low at the end: --warmup-steps is "
@@ -141,25 +155,25 @@ def announce(hp, preset, device, why):
           flush=True)
 
 
-def read_hyperparameters(hp):
+def read_hyperparameters(hp: StageFlags) -> dict[str, Any]:
     """What the run to resume was started with: the new one's defaults."""
     require(hp.run_dir, "--resume needs the run's folder: --run-dir DIR")
     if is_claimed(hp.run_dir):
         return {}
-    record = {"hyperparameters": {}}
+    record: dict[str, Any] = {"hyperparameters": {}}
     with suppress(FileNotFoundError):
         record = read_record(hp.run_dir, get_type_hints(type(hp)))
     return {name: value for name, value in record["hyperparameters"].items()
             if name in vars(hp) and name not in OF_ONE_START}
 
 
-def find_data(preset):
+def find_data(preset: str) -> Path:
     """The dataset of a preset: FineWeb for the large ones, if it is here."""
     fineweb = Path(os.environ.get("WORKSHOP_DATA") or FINEWEB).expanduser()
     return fineweb if preset.startswith("gpt2") and fineweb.is_dir() else DEMO
 
 
-def choose_microbatch_size(hp, device):
+def choose_microbatch_size(hp: StageFlags, device: torch.device) -> int:
     """How many samples go through the model at once, if nobody has said it.
 
     The most that divide a data-parallel group's part of the minibatch, up to

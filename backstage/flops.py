@@ -3,13 +3,21 @@
 But for the peak, only the standard library is needed, from Python 3.9 on.
 """
 
+from __future__ import annotations
+
 import re
+from typing import TYPE_CHECKING
+
+from backstage.interfaces import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
 
 # Dense TFLOP/s of one device: (bf16, fp32 without TF32), by words in the name
 # that the driver gives it; the first match counts. None: not known. Source:
 # the vendors' data sheets (sparse figures halved; those of boards with eight
 # GPUs divided by eight).
-PEAKS = {
+PEAKS: dict[str, tuple[float, float | None]] = {
     "A100": (312, 19.5), "A30": (165, 10.3), "A10": (125, 31.2),
     "A10G": (70, 31.2), "A40": (149.7, 37.4), "A6000": (154.8, 38.7),
     "H100 PCIe": (756, 51), "H100 NVL": (835, 60), "H100": (989, 67),
@@ -21,12 +29,13 @@ PEAKS = {
 }
 
 
-def padded_vocab_size(vocab_size):
+def padded_vocab_size(vocab_size: int) -> int:
     """The rows of the embedding: GPUs multiply faster by multiples of 128."""
     return -(-vocab_size // 128) * 128
 
 
-def num_parameters(config, positions=True):
+def num_parameters(config: ModelConfig | dict[str, int],
+                   positions: bool = True) -> int:
     """How many weights a model has; config: a GPTConfig or its dictionary."""
     if not isinstance(config, dict):
         config = vars(config)
@@ -38,7 +47,7 @@ def num_parameters(config, positions=True):
     return rows * width + layers * block + 2 * width
 
 
-def flops_per_token(config, sequence_length):
+def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """FLOP to train on one token, forward and backward: 6 N + 12 L H Q T.
 
     This is the formula of the PaLM paper (arXiv:2204.02311, appendix B). N is
@@ -49,7 +58,7 @@ def flops_per_token(config, sequence_length):
     return 6 * parameters + attention
 
 
-def peak_flops(device, precision):
+def peak_flops(device: torch.device, precision: str) -> float | None:
     """FLOP/s that the device could reach, or None if that is not known."""
     import torch
 
@@ -66,6 +75,7 @@ def peak_flops(device, precision):
         return 512 * units * 1.3e9
     column = ("bf16", "fp32").index(precision)
     for part, peaks in PEAKS.items():
-        if re.search(rf"\b{part}\b", name) and peaks[column]:
-            return peaks[column] * 1e12
+        peak = peaks[column]
+        if re.search(rf"\b{part}\b", name) and peak:
+            return peak * 1e12
     return None

@@ -5,22 +5,31 @@ log, to save, to resume and to handle signals: a run has the same folder in
 every stage, and any stage goes on with another's checkpoint.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import time
 import warnings
+from dataclasses import dataclass
+from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import environments
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    Strategy,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from backstage.checkpoint import is_sharded
 from backstage.device import check_local_rank, find_device
 from backstage.errors import require
+from backstage.interfaces import LightningFlags, Samples, WriteTexts
 from backstage.process import count_processes, use_cores
 from backstage.run import Run
 from backstage.world import is_joined, on_every_rank
@@ -31,7 +40,17 @@ for name in ("lightning.pytorch", "lightning.fabric"):  # hints, tips
 warnings.filterwarnings("ignore", module=r"lightning\.")
 
 
-def get_world(hp):
+@dataclass(frozen=True)
+class StepRow:
+    """What is known of a step that is done, and not logged yet."""
+
+    loss: float
+    lr: float
+    norm: float
+    seconds: float
+
+
+def get_world(hp: LightningFlags) -> tuple[int, int, int, int]:
     """Rank, local rank, world size and number of nodes.
 
     Raises `UserError` where --devices does not match what a launcher has
@@ -55,7 +74,7 @@ def get_world(hp):
     return rank, local_rank, world_size, world_size // devices
 
 
-def get_launcher():
+def get_launcher() -> environments.ClusterEnvironment:
     """What tells the Trainer this process's rank, for its `plugins`.
 
     Left to choose, Lightning would take the shell of a SLURM job for a task
@@ -68,7 +87,7 @@ def get_launcher():
     return environments.LightningEnvironment()
 
 
-def get_strategy(hp, world_size):
+def get_strategy(hp: LightningFlags, world_size: int) -> Strategy | str:
     """What each process keeps of the model, as the Trainer takes it.
 
     fsdp2: what the module's configure_model leaves it, on a mesh whose
@@ -93,11 +112,12 @@ class LitRun(L.Callback):
     `setup` and "on_..." on all ranks, in the order in which they stand here.
     """
 
-    def __init__(self, stage, train_data, val_data, write_texts):
+    def __init__(self, stage: str, train_data: Samples, val_data: Samples,
+                 write_texts: WriteTexts) -> None:
         self.stage, self.write_texts = stage, write_texts
         self.train_data, self.val_data = train_data, val_data
 
-    def setup(self, trainer, module, stage):
+    def setup(self, trainer: L.Trainer, module: Any, stage: str) -> None:
         """Make the run: the processes know each other now."""
         leave_signals_alone(trainer)
         self.hp, self.model = module.hp, module.model
@@ -105,7 +125,7 @@ class LitRun(L.Callback):
         self.run = Run(self.stage, self.hp, self.model.config,
                        trainer.max_steps, self.device)
 
-    def on_fit_start(self, trainer, module):
+    def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
         """Go on from the checkpoint: model and optimizer are in place now."""
         if isinstance(trainer.strategy, Zero):
             self.step = trainer.strategy.restore(self.run)
@@ -115,19 +135,21 @@ class LitRun(L.Callback):
         if self.step > 0:
             count_from(self.step, trainer)
 
-    def on_train_start(self, trainer, module):
+    def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
         self.run.begin()
         self.begin_step()
 
-    def begin_step(self):
-        self.row = None  # what is known of a step that is done, not logged
+    def begin_step(self) -> None:
+        self.row: StepRow | None = None
         self.start_time = time.perf_counter()
         self.mean_loss = torch.zeros((), device=self.device)
 
-    def on_before_optimizer_step(self, trainer, module, optimizer):
+    def on_before_optimizer_step(self, trainer: L.Trainer, module: Any,
+                                 optimizer: torch.optim.Optimizer) -> None:
         self.lr = optimizer.param_groups[0]["lr"]
 
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any,
+                           batch: Any, batch_idx: int) -> None:
         """Add up a step's losses; after its last microbatch, end the step.
 
         Where the Trainer validates now, `on_validation_end` ends it.
@@ -148,7 +170,7 @@ class LitRun(L.Callback):
         seconds = time.perf_counter() - self.start_time
         self.run.check_finite(self.step - 1, loss, norm)
 
-        self.row = loss, self.lr, norm, seconds
+        self.row = StepRow(loss, self.lr, norm, seconds)
         self.last = self.step == trainer.max_steps
         self.stopping = bool(stop)
         trainer.should_stop = self.last or self.stopping
@@ -157,17 +179,19 @@ class LitRun(L.Callback):
                 trainer.limit_val_batches = 0
             self.end_step(trainer)
 
-    def on_validation_end(self, trainer, module):
+    def on_validation_end(self, trainer: L.Trainer, module: Any) -> None:
         self.val_data.seek(0)  # for the next time
         if self.row:  # not in the middle of a step
             self.end_step(trainer, trainer.callback_metrics["val_loss"].item())
 
-    def end_step(self, trainer, val_loss=None):
+    def end_step(self, trainer: L.Trainer,
+                 val_loss: float | None = None) -> None:
         """Log; save and write texts where it is time to. All ranks."""
         hp, run, step, last = self.hp, self.run, self.step, self.last
-        loss, lr, norm, seconds = self.row
-        if run.rank == 0:
-            run.log(step - 1, loss, val_loss, lr, norm, seconds)
+        row = self.row
+        if run.rank == 0 and row:
+            run.log(
+                step - 1, row.loss, val_loss, row.lr, row.norm, row.seconds)
         if last or self.stopping or step % hp.checkpoint_every == 0:
             if isinstance(trainer.strategy, Zero):
                 trainer.strategy.save(run, step)
@@ -181,7 +205,7 @@ class LitRun(L.Callback):
                 print(*texts, sep="\n")
         self.begin_step()
 
-    def on_fit_end(self, trainer, module):
+    def on_fit_end(self, trainer: L.Trainer, module: Any) -> None:
         self.run.finish()
         if is_joined():
             dist.destroy_process_group()
@@ -199,13 +223,13 @@ class DDPOnOneStream(DDPStrategy):
     deleted with the first version after it (issue 21567, fixed by 21746).
     """
 
-    def configure_ddp(self):
+    def configure_ddp(self) -> None:
         self.model = DistributedDataParallel(
             self.model, device_ids=self.determine_ddp_device_ids(),
             **self._ddp_kwargs)
 
 
-def count_from(step, trainer):
+def count_from(step: int, trainer: L.Trainer) -> None:
     """Let the Trainer's loops and schedule go on from `step`. All ranks.
 
     The microbatches are those that `step` steps take now: the run before may
@@ -225,10 +249,11 @@ def count_from(step, trainer):
         config.scheduler.last_epoch = step - 1
         with warnings.catch_warnings():  # of a step before the optimizer's
             warnings.simplefilter("ignore")
-            config.scheduler.step()
+            schedule: Any = config.scheduler  # the stage's LambdaLR
+            schedule.step()
 
 
-def leave_signals_alone(trainer):
+def leave_signals_alone(trainer: L.Trainer) -> None:
     """Let the run's handlers be the only ones, from the start. All ranks.
 
     Lightning 2.6 has a handler of its own for SIGTERM, which broadcasts from
@@ -236,5 +261,7 @@ def leave_signals_alone(trainer):
     each microbatch it asks rank 0 for a signal, and the GPUs run empty. No
     flag of 2.6.6 turns that off (issue 21487).
     """
-    trainer._signal_connector.register_signal_handlers = lambda: None
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+    connector: Any = trainer._signal_connector
+    connector.register_signal_handlers = lambda: None
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop._broadcast_sigterm_tensor = lambda: None

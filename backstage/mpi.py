@@ -6,10 +6,14 @@ is `from mpi4py import MPI`, and what goes wrong is one line. The rest of
 backstage talks to the other processes by MPI from then on.
 """
 
+from __future__ import annotations
+
 import os
 import socket
 import warnings
+from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Any
 
 from backstage.errors import UserError, leave, report
 from backstage.process import LAUNCHERS, check_names, find_launcher, stop_all
@@ -27,7 +31,7 @@ ADVICE = {
 }
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     """Join the world when a script imports `MPI`, and not before."""
     if name != "MPI":
         raise AttributeError(f"{__name__} has no {name}")
@@ -43,7 +47,7 @@ def __getattr__(name):
     return MPI
 
 
-def join_mpi(env=os.environ):
+def join_mpi(env: MutableMapping[str, str] = os.environ) -> Any:
     """mpi4py's MPI, with the processes that the launcher has started.
 
     Raises a `UserError` if the library is missing, or is not the launcher's.
@@ -70,7 +74,7 @@ def join_mpi(env=os.environ):
     return MPI
 
 
-def load_mpi():
+def load_mpi() -> Any:
     """mpi4py's MPI, which loads the library and calls MPI_Init."""
     # Nothing on a GPU is ever sent by MPI. A site's modules may set 1: Cray's
     # library then ends what is not linked with its part for GPUs, as Python.
@@ -92,7 +96,7 @@ def load_mpi():
     return MPI
 
 
-def link_mpich(libraries=Path("/usr/lib")):
+def link_mpich(libraries: Path = Path("/usr/lib")) -> str:
     """How mpi4py finds Debian's MPICH: part of a sentence, or ""."""
     for library in libraries.glob("*/libmpich.so.12"):
         return ("; for Debian's MPICH: mkdir -p ~/.local/lib && ln -s "
@@ -101,7 +105,8 @@ def link_mpich(libraries=Path("/usr/lib")):
     return ""
 
 
-def name_mpi_ranks(MPI, env=os.environ):
+def name_mpi_ranks(MPI: Any,
+                   env: MutableMapping[str, str] = os.environ) -> None:
     """Set torchrun's names for the ranks by asking MPI. All ranks."""
     comm = MPI.COMM_WORLD
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)

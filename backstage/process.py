@@ -5,6 +5,8 @@ Those of srun are translated here, those of MPI in backstage/mpi.py. Without
 torch, only the standard library is needed, from Python 3.9 on.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import errno
@@ -16,14 +18,16 @@ import shlex
 import socket
 import sys
 import time
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
+from typing import NoReturn
 
 from backstage.errors import UserError, require, to_count
 
 # Who has started this process: the first whose variables, for the rank and the
 # number of processes, are there. mpirun and Hydra may have been started by
 # srun's step themselves, so they come before srun, which sets PMI's, too.
-LAUNCHERS = {
+LAUNCHERS: dict[str, tuple[str, ...]] = {
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
@@ -34,10 +38,10 @@ SCHEDULERS = {"SLURM": "SLURM_JOB_ID", "PBS": "PBS_JOBID"}
 # torchrun's names: a process has all that are NEEDED, or none of SIZES.
 SIZES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 NEEDED = (*SIZES[:3], "MASTER_ADDR", "MASTER_PORT")
-CHOSEN = []  # what `use_cores` has set OMP_NUM_THREADS to
+CHOSEN: list[str] = []  # what `use_cores` has set OMP_NUM_THREADS to
 
 
-def prepare_process():
+def prepare_process() -> None:
     """Prepare this process for its work; a script's first line. All ranks."""
     import torch
 
@@ -51,7 +55,7 @@ def prepare_process():
         keep_memory()
 
 
-def find_launcher(env):
+def find_launcher(env: Mapping[str, str]) -> tuple[str, int]:
     """(its name, how many processes it has started); ("", 1) without one.
 
     A SLURM allocation's shells have SLURM_PROCID and SLURM_NTASKS, too:
@@ -59,15 +63,17 @@ def find_launcher(env):
     """
     for launcher, names in LAUNCHERS.items():
         counts = [to_count(env.get(name, "")) for name in names]
-        if None not in counts:
-            return launcher, counts[1]
+        size = counts[1]
+        if size is not None and None not in counts:
+            return launcher, size
     require("PALS_RANKID" not in env, "PALS has started this process but does "
             "not say how many there are (PMI_SIZE): start it with mpiexec "
             "--pmi=cray")
     return "", 1
 
 
-def count_processes(started=1, env=os.environ):
+def count_processes(started: int = 1,
+                    env: Mapping[str, str] = os.environ) -> tuple[int, int]:
     """How many processes there are: on this node, and in all.
 
     started: how many there will be if no launcher has started them.
@@ -77,7 +83,7 @@ def count_processes(started=1, env=os.environ):
     return int(env.get("LOCAL_WORLD_SIZE", world_size)), world_size
 
 
-def find_start(env=os.environ):
+def find_start(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What has started this process, for the run's record.
 
     The command is that of a process above this one that knows the script's
@@ -101,15 +107,16 @@ def find_start(env=os.environ):
             "command": shlex.join(words)}
 
 
-def seconds_since_start():
+def seconds_since_start() -> float | None:
     """How long this process has been there; None if the system hides it."""
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         return (time.clock_gettime(time.CLOCK_BOOTTIME)
                 - int(stat[19]) / os.sysconf("SC_CLK_TCK"))
+    return None
 
 
-def name_ranks(env=os.environ):
+def name_ranks(env: MutableMapping[str, str] = os.environ) -> None:
     """Set torchrun's names, if a launcher has started this process.
 
     Afterwards all that are NEEDED are there and make sense, or none of SIZES:
@@ -145,7 +152,7 @@ def require_loopback() -> None:
             "ip link set lo up`; or start one process alone") from error
 
 
-def translate_names(env):
+def translate_names(env: MutableMapping[str, str]) -> None:
     """Set torchrun's names from those of another launcher."""
     launcher, size = find_launcher(env)
     if "LOCAL_RANK" in env and "NODE_RANK" in env:  # started by Lightning
@@ -160,38 +167,45 @@ def translate_names(env):
                  "workshop.as_torchrun code/train_gpt2.py)", env)
 
 
-def check_names(env):
+def check_names(env: Mapping[str, str]) -> None:
     """Raise a `UserError` if what torchrun's names say is not a rank."""
     given = [name for name in SIZES if name in env]
     if not given:  # pods of Kubernetes have some, and old shells may
         return
-    rank, local_rank, size, port, on_node = numbers = [
-        to_count(env.get(name, "")) for name in (
-            *NEEDED[:3], "MASTER_PORT",
-            "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else "WORLD_SIZE")]
-    right = env.get("MASTER_ADDR") and None not in numbers and (
-        rank < size and local_rank < on_node <= size and port < 2**16)
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"]
+    if "LOCAL_WORLD_SIZE" in env:
+        names.append("LOCAL_WORLD_SIZE")
+    counts = [to_count(env.get(name, "")) for name in names]
+    numbers = [count for count in counts if count is not None]
+    right = False
+    if env.get("MASTER_ADDR") and len(numbers) == len(names):
+        rank, local_rank, size, port = numbers[:4]
+        on_node = numbers[-1] if "LOCAL_WORLD_SIZE" in env else size
+        right = (rank < size and local_rank < on_node <= size
+                 and port < 2**16)
     require(right, "these variables do not say which rank this process is: "
             + show(dict.fromkeys((*given, *NEEDED)), env)
             + "; start it with torchrun, which sets them; to run a single "
             f"process: unset {' '.join(given)}")
 
 
-def show(names, env):
+def show(names: Iterable[str], env: Mapping[str, str]) -> str:
     """The variables as NAME=VALUE, each short and in one line."""
     return ", ".join(f"{name}={' '.join(env[name].split())[:60]}"
                      if name in env else f"no {name}" for name in names)
 
 
-def name_step_ranks(env):
+def name_step_ranks(env: MutableMapping[str, str]) -> None:
     """Set torchrun's names from those of srun's step."""
     names = ("SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_STEP_ID",
              "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
     *numbers, tasks, nodes = (env.get(name, "") for name in names)
     local, job, step = map(to_count, numbers)
-    require(None not in (local, job, step) and tasks and nodes, "srun's "
-            f"variables do not say which rank this is: {show(names, env)}; "
-            "to run a single process: unset SLURM_STEP_NUM_TASKS")
+    if local is None or job is None or step is None or not (tasks and nodes):
+        raise UserError(
+            "srun's variables do not say which rank this is: "
+            f"{show(names, env)}; to run a single process: unset "
+            "SLURM_STEP_NUM_TASKS")
     # tasks: "4", "4(x2)" or "2,1"
     require(re.fullmatch(r"\d+(\(x\d+\))?", tasks), "srun started "
             f"{tasks} tasks on the nodes: start as many on each, with "
@@ -206,7 +220,7 @@ def name_step_ranks(env):
     env.setdefault("MASTER_PORT", str(20000 + (job + step) % 10000))
 
 
-def stop_all(message, env=os.environ):
+def stop_all(message: str, env: Mapping[str, str] = os.environ) -> NoReturn:
     """An error that every rank has, and rank 0 says. Never returns."""
     if env["RANK"] != "0":
         time.sleep(5)  # a launcher that ends all may do so at the first end
@@ -214,7 +228,7 @@ def stop_all(message, env=os.environ):
     raise UserError(message)
 
 
-def use_cores(processes=1):
+def use_cores(processes: int = 1) -> None:
     """Let torch compute with this process's share of the cores.
 
     processes: how many of a node share them; a second call counts anew. torch
@@ -232,7 +246,7 @@ def use_cores(processes=1):
         CHOSEN[:] = [str(threads)]
 
 
-def count_cores(processes=1, root=Path("/")):
+def count_cores(processes: int = 1, root: Path = Path("/")) -> int:
     """This process's share of the cores, 1 or more. root: as in `quota`."""
     cores = affinity(0)
     # A launcher may have bound each process to cores of its own. If this one
@@ -242,7 +256,7 @@ def count_cores(processes=1, root=Path("/")):
     return max(1, min(cores, int(quota(root) / processes)))
 
 
-def affinity(process):
+def affinity(process: int) -> int:
     """The number of cores that a process may run on; 0 is this process."""
     try:
         return len(os.sched_getaffinity(process))
@@ -250,13 +264,13 @@ def affinity(process):
         return os.cpu_count() or 1
 
 
-def quota(root=Path("/")):
+def quota(root: Path = Path("/")) -> float:
     """How many cores the cgroups allow: the least of them all.
 
     The limits of those around it hold as well. In a container the path may be
     the host's; then its own cgroup is the root. root: of /proc and /sys.
     """
-    limits = [os.cpu_count() or 1]
+    limits: list[float] = [os.cpu_count() or 1]
     with contextlib.suppress(OSError):  # not Linux
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             # 0::/path, and in version 1 4:cpu,cpuacct:/path
@@ -268,7 +282,7 @@ def quota(root=Path("/")):
     return min(limits)
 
 
-def read_limit(folder):
+def read_limit(folder: Path) -> float:
     """How many cores a cgroup allows: infinitely many without a limit."""
     for names in ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"):
         with contextlib.suppress(OSError, ValueError):  # "max" is no number
@@ -279,7 +293,7 @@ def read_limit(folder):
     return math.inf
 
 
-def keep_memory():
+def keep_memory() -> None:
     """Keep the memory of tensors that are gone for the next ones, on a CPU.
 
     The GNU C library would give large blocks back to the system, which clears

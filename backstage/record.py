@@ -3,6 +3,8 @@
 This needs only the standard library, from Python 3.9 on.
 """
 
+from __future__ import annotations
+
 import csv
 import io
 import math
@@ -10,14 +12,17 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import IO, Any
 
 from backstage import files
 from backstage.errors import FULL, UserError, require, warn
+from backstage.files import StrPath
 
+Row = dict[str, Any]  # a number for each of COLUMNS, or None
 RECORD = "hyperparameters.json"
 
 COLUMNS = ("step", "loss", "val_loss", "lr", "norm", "seconds",
@@ -26,7 +31,7 @@ COLUMNS = ("step", "loss", "val_loss", "lr", "norm", "seconds",
 ALWAYS = "loss", "lr", "norm", "seconds", "tokens_per_second"  # in each row
 
 
-def read_record(folder, types):
+def read_record(folder: StrPath, types: Mapping[str, Any]) -> dict[str, Any]:
     """The run's `hyperparameters.json`, a dictionary.
 
     types: of its hyperparameters, some of which an older run may not have.
@@ -43,7 +48,7 @@ def read_record(folder, types):
     return record
 
 
-def is_claimed(folder: "str | os.PathLike[str]") -> bool:
+def is_claimed(folder: StrPath) -> bool:
     """Whether a run was killed there before its record was written.
 
     It begins with an empty file of that name, which two runs cannot both make.
@@ -63,7 +68,7 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
-def last_start(folder: "str | os.PathLike[str]") -> float:
+def last_start(folder: StrPath) -> float:
     """When a run was started last, in seconds since 1970: for their order.
 
     Its record says so, or for an older run its folder's name. A file's own
@@ -82,9 +87,10 @@ def last_start(folder: "str | os.PathLike[str]") -> float:
     return 0.0
 
 
-def describe_start(record):
+def describe_start(record: Mapping[str, Any]) -> str:
     """Where a run's processes were and who started them, in one line."""
-    size, nodes, hosts = map(record.get, ("world_size", "nodes", "hosts"))
+    size, nodes, hosts = (
+        record[name] for name in ("world_size", "nodes", "hosts"))
     more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
     return (f"world size {size}: {nodes} node{'s' * (nodes > 1)} x "
             f"{size // nodes} {record['device']}, {', '.join(hosts[:4])}{more}"
@@ -92,15 +98,16 @@ def describe_start(record):
             f"{record['launcher']}: {' '.join(record['command'].split())}")
 
 
-def read_table(file):
+def read_table(file: StrPath) -> tuple[str, csv.DictReader[str]]:
     """The text of a table, of any bytes, and a `csv.DictReader` of it."""
     text = Path(file).read_bytes().decode("utf-8-sig", "surrogateescape")
     return text, csv.DictReader(io.StringIO(text, newline=""))
 
 
-def to_numbers(cells):
+def to_numbers(cells: Mapping[str, str]) -> Row:
     """The numbers in a row's cells; an error if these are no metrics."""
-    row = {name: float(cells[name]) for name in COLUMNS if cells.get(name)}
+    row: Row = {
+        name: float(cells[name]) for name in COLUMNS if cells.get(name)}
     row["step"] = int(row["step"])
     require(0 <= row["step"] < 2**31 and all(
         math.isfinite(row[name]) for name in ALWAYS), "no metrics")
@@ -110,20 +117,23 @@ def to_numbers(cells):
 class Metrics:
     """metrics.csv while a run writes it. Rank 0 alone."""
 
-    def __init__(self, file, step, problem=""):
+    def __init__(self, file: Path, step: int, problem: str = "") -> None:
         """Keep the rows before `step`, with all of their columns.
 
         If anything else is in the file, it stays under another name, as
         `kept` says. What is lost, and the caller's problem, is one warning.
         """
-        rows, fields, text, self.kept, problems = {}, (), "", "", [problem]
+        rows: dict[int, dict[str, str]] = {}
+        fields: Sequence[str] | None = None
+        text, self.kept, problems = "", "", [problem]
         try:
             with files.reading(file):
                 text, table = read_table(file)
                 for cells in table:
                     with suppress(ValueError, LookupError, UserError):
                         rows[to_numbers(cells)["step"]] = cells
-                fields = table.fieldnames if step and rows else ()
+                if step and rows:
+                    fields = table.fieldnames
         except FileNotFoundError:
             pass
         except UserError as error:
@@ -133,14 +143,16 @@ class Metrics:
             problems.append(f"{file} has lost {len(lost)} of the steps "
                             f"{lost[0]} to {lost[-1]}")
         self.names = [*dict.fromkeys((*(fields or ()), *COLUMNS))]
-        self.file, self.losses, self.last = io.StringIO(), [], -1
-        table = csv.DictWriter(
-            self.file, self.names, "", "ignore", lineterminator="\n")
-        table.writeheader()
+        self.losses: list[float] = []
+        self.last = -1
+        kept_rows = io.StringIO()
+        writer = csv.DictWriter(
+            kept_rows, self.names, "", "ignore", lineterminator="\n")
+        writer.writeheader()
         for self.last in sorted(number for number in rows if number < step):
-            table.writerow(rows[self.last])
+            writer.writerow(rows[self.last])
             self.losses.append(float(rows[self.last]["loss"]))
-        new = self.file.getvalue()
+        new = kept_rows.getvalue()
         before, after = ({line.rstrip(",") for line in lines.splitlines()}
                          for lines in (text, new))
         if before - after - {""}:
@@ -149,9 +161,9 @@ class Metrics:
         if any(problems):
             warn("; ".join(filter(None, problems)) + self.kept)
         files.write_atomically(file, new.encode(errors="surrogateescape"))
-        self.file = open(file, "a", newline="")
+        self.file: IO[str] = open(file, "a", newline="")
 
-    def add(self, row):
+    def add(self, row: Row) -> None:
         """Write the values of `COLUMNS`, a dictionary."""
         with self._writing():
             csv.writer(self.file, lineterminator="\n").writerow(
@@ -179,7 +191,7 @@ class Metrics:
             ) from error
 
 
-def format_number(value):
+def format_number(value: float | None) -> str:
     """As in metrics.csv: an integer or nine digits; empty for None."""
     if value is None:
         return ""

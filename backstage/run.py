@@ -9,12 +9,14 @@ A run is a folder:
 Docstrings say who calls a method: all ranks, or rank 0 alone.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,7 @@ from backstage import ROOT, checkpoint, dataset, files, process, track, world
 from backstage import device as devices
 from backstage.errors import UserError, require, visible
 from backstage.flops import flops_per_token, peak_flops
+from backstage.interfaces import ModelConfig, StageFlags
 from backstage.record import (
     COLUMNS,
     RECORD,
@@ -43,15 +46,26 @@ ALONE = ": rank 0 alone logs and saves"
 
 
 class Run:
-    """A run's folder, signals, metrics and checkpoints, from `restore` on."""
+    """A run's folder, signals, metrics and checkpoints, from `restore` on.
 
-    def __init__(self, stage, hp, config, max_steps, device):
+    Attributes:
+        lock: the open folder; rank 0 has it, as those that follow.
+        metrics: metrics.csv.
+        tracker: what writes for the tool that --track names, if any.
+    """
+
+    lock: int
+    metrics: Metrics
+    tracker: track.TensorBoard | track.Wandb | None
+
+    def __init__(self, stage: str, hp: StageFlags, config: ModelConfig,
+                 max_steps: int, device: torch.device) -> None:
         self.stage, self.hp, self.config = stage, hp, config
         self.max_steps, self.device = max_steps, device
         self.rank, self.world_size = world.get_rank_and_size()
-        self.lock = self.metrics = self.tracker = None  # rank 0 has them
+        self.tracker = None
 
-    def _open(self):
+    def _open(self) -> None:
         """Make or find the folder, read the tokenizer, hear signals."""
         hp, config, device = self.hp, self.config, self.device
         world.keep_group()
@@ -71,7 +85,7 @@ class Run:
         require(len(sizes) == 1, "the ranks have microbatches of "
                 f"{sizes[0]} to {sizes[-1]} samples, because some devices "
                 f"have less memory: add --microbatch-size {sizes[0]}")
-        self.record = {
+        self.record: dict[str, Any] = {
             "stage": self.stage, "started": now(),
             "hyperparameters": asdict(hp), "config": asdict(config),
             "max_steps": self.max_steps, "world_size": self.world_size,
@@ -82,8 +96,9 @@ class Run:
         folder, self.saved = world.call_on_rank_0(self._make_folder)
         self.folder = Path(folder)
         self.place = quote(files.show_path(self.folder, Path.cwd()))
-        self.recorder = hp.profile and track.Recorder(
-            hp.profile, self.folder, device)
+        self.recorder: track.Recorder | None = None
+        if hp.profile:
+            self.recorder = track.Recorder(hp.profile, self.folder, device)
         self.tokenizer = self._load_tokenizer()
         if self.tokenizer:  # an empty prompt is the beginning of a document
             self.prompt = self.tokenizer.encode(
@@ -94,11 +109,11 @@ class Run:
         self.signals = Signals(self.rank)
 
     @property
-    def stop_requested(self):
+    def stop_requested(self) -> bool:
         """Whether this process was told to stop."""
         return self.signals.last is not None
 
-    def _make_folder(self):
+    def _make_folder(self) -> tuple[str, list[str]]:
         """Make and lock the folder; it and its checkpoints. Rank 0 alone."""
         folder = Path(self.hp.run_dir
                       or files.new_folder(ROOT / "runs", self.stage))
@@ -133,13 +148,15 @@ class Run:
               f"run {files.show_path(folder, Path.cwd())}", flush=True)
         return str(folder), [*map(str, saved)]
 
-    def _write_record(self, folder, last_look=bool):
+    def _write_record(self, folder: Path,
+                      last_look: Callable[[], object] = bool) -> None:
         text = json.dumps(self.record, indent=1) + "\n"
         files.write_atomically(folder / RECORD, text.encode(), "", last_look)
 
-    def _load_tokenizer(self):
+    def _load_tokenizer(self) -> ShownTexts | None:
         """The dataset's tokenizer; None on all ranks if one has none."""
-        tokenizer, problem = None, None
+        tokenizer: tiktoken.Encoding | None = None
+        problem: str | None = None
         try:
             # a pipeline only computes batches of one size
             require(self.hp.pipeline_parallel <= 1, "a pipeline makes none: "
@@ -151,9 +168,12 @@ class Run:
         problem = next(filter(None, world.on_every_rank(problem)), None)
         if problem and self.rank == 0:  # training works without it
             print(f"no generated text: {visible(problem)}", flush=True)
-        return None if problem else ShownTexts(tokenizer)
+        if problem or tokenizer is None:
+            return None
+        return ShownTexts(tokenizer)
 
-    def restore(self, model, optimizer):
+    def restore(self, model: torch.nn.Module,
+                optimizer: torch.optim.Optimizer) -> int:
         """Begin with the newest checkpoint; returns its step. All ranks.
 
         That is 0 without one, with the weights of --init if it is given. If
@@ -192,7 +212,7 @@ class Run:
                     self.folder, step, self.record)
         return step
 
-    def begin(self):
+    def begin(self) -> None:
         """Say how long the start took: the first step begins. All ranks."""
         if self.rank == 0:
             seconds = self.record["startup"] = process.seconds_since_start()
@@ -200,7 +220,7 @@ class Run:
             if seconds:
                 print(f"startup {seconds:.1f} s", flush=True)
 
-    def check_finite(self, step, loss, norm):
+    def check_finite(self, step: int, loss: float, norm: float) -> None:
         """At a step's end, stop a run whose model is broken. All ranks."""
         if self.recorder:
             self.recorder.step_ended(step)
@@ -209,7 +229,8 @@ class Run:
                 "checkpoint is older: try a lower --learning-rate, or "
                 "--precision fp32")
 
-    def log(self, step, loss, val_loss, lr, norm, seconds):
+    def log(self, step: int, loss: float, val_loss: float | None, lr: float,
+            norm: float, seconds: float) -> None:
         """Print a line and add a row to metrics.csv. Rank 0 alone.
 
         loss, val_loss: nats per token, val_loss None if it was not evaluated;
@@ -220,8 +241,10 @@ class Run:
         speed = hp.minibatch_size * hp.sequence_length / seconds
         each = speed / self.world_size
         peak = peak_flops(self.device, hp.precision)
-        mfu = peak and each * flops_per_token(
-            self.config, hp.sequence_length) / peak
+        mfu: float | None = None
+        if peak:
+            mfu = each * flops_per_token(
+                self.config, hp.sequence_length) / peak
         memory, reserved = devices.peak_memory(self.device)
         row = dict(zip(COLUMNS, (
             step, loss, val_loss, lr, norm, seconds, speed, mfu,
@@ -237,7 +260,8 @@ class Run:
                 name: value for name, value in row.items()
                 if value is not None and name != "step"})
 
-    def save(self, step, model, optimizer):
+    def save(self, step: int, model: torch.nn.Module,
+             optimizer: torch.optim.Optimizer) -> None:
         """Write the checkpoint after `step` updates, or leave all unchanged.
 
         All ranks if each holds a part of the model; else rank 0 alone.
@@ -255,7 +279,7 @@ class Run:
                 print(f"saved {self.place}/checkpoints/step_{step:08d}.pt",
                       flush=True)
 
-    def finish(self):
+    def finish(self) -> None:
         """Say how the run ended, after its last step. All ranks."""
         if self.recorder:
             self.recorder.finish()
@@ -282,7 +306,7 @@ class Run:
 class ShownTexts:
     """A tokenizer whose texts are for a terminal: see `visible`."""
 
-    def __init__(self, tokenizer: tiktoken.Encoding):
+    def __init__(self, tokenizer: tiktoken.Encoding) -> None:
         self._tokenizer = tokenizer
 
     def __getattr__(self, name: str) -> Any:
@@ -292,7 +316,7 @@ class ShownTexts:
         return visible(self._tokenizer.decode(tokens))
 
 
-def describe_parameters(optimizer):
+def describe_parameters(optimizer: torch.optim.Optimizer) -> str:
     """How many there are, and how many decay; a split tensor counts whole."""
     parts, total = [], 0
     for group in optimizer.param_groups:
@@ -304,7 +328,10 @@ def describe_parameters(optimizer):
     return f"{total:,} parameters: {', '.join(parts)}"
 
 
-def format_line(row, max_steps, bytes_per_token=None, memory="", train=0.0):
+def format_line(
+        row: Mapping[str, Any], max_steps: int,
+        bytes_per_token: float | None = None, memory: str = "",
+        train: float = 0.0) -> str:
     """A line of the log, 165 characters at most; None is left out.
 
     With a validation loss, each device's speed and the memory are left out.

@@ -1,12 +1,19 @@
 """What asks a run to stop: signals, and an output that nobody reads."""
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import os
 import signal
 import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
 
 from backstage.errors import FULL, silence
+
+Result = TypeVar("Result")
 
 
 class Signals:
@@ -17,9 +24,11 @@ class Signals:
     is what has no room there: the run's folder may have some, and it goes on.
     """
 
-    def __init__(self, rank):
-        self.rank, self.last = rank, None
-        self.stream, sys.stdout = sys.stdout, self
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.last: int | None = None
+        self.stream = sys.stdout
+        sys.stdout = self
         numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT,
                    signal.SIGXCPU]  # the time of `ulimit -t` is over
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup's
@@ -27,7 +36,7 @@ class Signals:
         for number in numbers:
             signal.signal(number, self._note)
 
-    def _note(self, number, frame):
+    def _note(self, number: int, frame: FrameType | None) -> None:
         if self.last == number == signal.SIGINT:
             raise KeyboardInterrupt
         self.last = number
@@ -37,16 +46,17 @@ class Signals:
                 os.write(1, b"\nCtrl-C: stopping after this step (press it "
                          b"again to stop at once, without a checkpoint)\n")
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
-    def write(self, text):
+    def write(self, text: str) -> int | None:
         return self._try(self.stream.write, text)
 
-    def flush(self):
+    def flush(self) -> None:
         self._try(self.stream.flush)
 
-    def _try(self, do, *arguments):
+    def _try(self, do: Callable[..., Result],
+             *arguments: str) -> Result | None:
         try:
             return do(*arguments)
         except OSError as error:
@@ -55,3 +65,4 @@ class Signals:
                 self.last = self.last or signal.SIGPIPE
             elif error.errno not in FULL:
                 raise
+            return None

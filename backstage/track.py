@@ -9,9 +9,15 @@ to RUN/profile/<date>-trace/rank<r>.json.gz: see https://ui.perfetto.dev, and
 `python -m workshop profile RUN`, a table of where the time goes.
 """
 
-import importlib.util
-from os import environ
+from __future__ import annotations
 
+import importlib.util
+from collections.abc import Mapping
+from os import environ
+from pathlib import Path
+from typing import Any
+
+import torch
 from torch import profiler
 
 from backstage.errors import require, warn
@@ -19,7 +25,7 @@ from backstage.files import new_folder
 from backstage.world import call_on_rank_0, get_rank_and_size
 
 
-def check(name):
+def check(name: str) -> None:
     """Raise a `UserError` if the tool is not installed. All ranks."""
     require(name not in TOOLS or importlib.util.find_spec(name),
             f"--track {name} needs a package that is not installed: "
@@ -27,7 +33,8 @@ def check(name):
 
 
 class TensorBoard:
-    def __init__(self, folder, step, record):
+    def __init__(self, folder: Path, step: int,
+                 record: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # what a run that was killed wrote after its checkpoint is hidden
@@ -35,13 +42,14 @@ class TensorBoard:
             folder, purge_step=step or None, flush_secs=10)
         self.close = self.writer.close
 
-    def log(self, step, metrics):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
 
 
 class Wandb:
-    def __init__(self, folder, step, record):
+    def __init__(self, folder: Path, step: int,
+                 record: Mapping[str, Any]) -> None:
         import wandb
 
         self.run = wandb.init(
@@ -52,11 +60,13 @@ class Wandb:
             settings=wandb.Settings(console="off", silent=True))
         self.close = self.run.finish
 
-    def log(self, step, metrics):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(metrics, step=step)
 
 
-TOOLS = {"tensorboard": TensorBoard, "wandb": Wandb}  # by their packages
+# by their packages
+TOOLS: dict[str, type[TensorBoard] | type[Wandb]] = {
+    "tensorboard": TensorBoard, "wandb": Wandb}
 # Steps that do not count: those that allocate and compile, one in which the
 # profiler warms up, and the first that it records, which starts late.
 BEFORE = 5
@@ -65,9 +75,9 @@ BEFORE = 5
 class Recorder(profiler.profile):
     """Records so many steps. All ranks."""
 
-    def __init__(self, steps, folder, device):
+    def __init__(self, steps: int, folder: Path, device: torch.device) -> None:
         rank, _ = get_rank_and_size()
-        folder = call_on_rank_0(
+        traces = call_on_rank_0(
             lambda: str(new_folder(folder / "profile", "trace")))
         environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints
         super().__init__(
@@ -76,16 +86,16 @@ class Recorder(profiler.profile):
             schedule=profiler.schedule(skip_first=BEFORE - 2, wait=0, warmup=1,
                                        active=steps + 1, repeat=1),
             on_trace_ready=lambda recorded: recorded.export_chrome_trace(
-                f"{folder}/rank{rank}.json.gz"))
+                f"{traces}/rank{rank}.json.gz"))
         self.start()
 
-    def step_ended(self, step):
+    def step_ended(self, step: int) -> None:
         """Called where the time of each step is taken."""
         with profiler.record_function(f"end of step {step}"):
             pass  # a mark for those who read the trace
         self.step()
 
-    def finish(self):
+    def finish(self) -> None:
         """The run has ended, maybe before all steps were recorded."""
         self.stop()
         if self.step_num <= BEFORE and get_rank_and_size()[0] == 0:

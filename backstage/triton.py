@@ -7,10 +7,13 @@ is `import triton` and `import triton.language as tl`. Without a GPU, or with
 after the other, and `INTERPRETED` is true: the first import decides it.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +21,7 @@ import torch
 from backstage.errors import UserError, leave, report
 
 
-def load():
+def load() -> Any:
     """Triton's module; raises a `UserError` where it is not installed."""
     words = " ".join(sys.argv).replace("=", " ")
     on_cpu = not torch.cuda.is_available() or "--device cpu" in words
@@ -39,7 +42,7 @@ def load():
     return triton
 
 
-def fix_interpreter():
+def fix_interpreter() -> None:
     """Let it multiply tiles in bf16, be twice as fast, and print nothing.
 
     Triton 3.9 multiplies bf16 as whole numbers there, replaces its language's
@@ -50,7 +53,7 @@ def fix_interpreter():
 
     builder = interpreter.interpreter_builder
 
-    def multiply(a, b, total, *_):
+    def multiply(a: Any, b: Any, total: Any, *_: object) -> Any:
         a, b = (torch.from_numpy(builder.cast_impl(tile, tl.float32).data)
                 for tile in (a, b))
         return interpreter.TensorHandle(

@@ -6,16 +6,24 @@ DeepSpeed gathers its shards into a whole model and optimizer on the CPU. Few
 have DeepSpeed installed, so the methods import it.
 """
 
+from __future__ import annotations
+
 import copy
 import importlib.util
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from backstage.checkpoint import MOMENTS
 from backstage.errors import require
+from backstage.interfaces import StageRun
 
 # DeepSpeed 0.19 calls what PyTorch 2.13 has other names for
 warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
@@ -27,7 +35,7 @@ class Zero(DeepSpeedStrategy):
     """DeepSpeedStrategy, which saves and resumes as the other stages do."""
 
     @staticmethod
-    def check(device):
+    def check(device: torch.device) -> None:
         """Raise a `UserError` where it cannot run."""
         require(device.type in DEVICES, "Lightning runs DeepSpeed on NVIDIA "
                 f"GPUs, not on {device.type}: use --strategy fsdp2")
@@ -35,35 +43,41 @@ class Zero(DeepSpeedStrategy):
                 "installed: pip install -r deepspeed.txt, or use "
                 "--strategy fsdp2")
 
-    def setup(self, trainer):
+    def setup(self, trainer: L.Trainer) -> None:
         """Keep a whole copy, on the CPU, to save from and load into."""
-        module = self.lightning_module
+        module: Any = self.lightning_module
+        self.whole: Any
         self.whole = copy.deepcopy(module.model)
         self.whole_optimizer = self.whole.configure_optimizers(module.hp)
         # DeepSpeed clips: at this point it has no gradients to show
         module.configure_gradient_clipping = lambda *args, **options: None
         super().setup(trainer)
 
-    def _setup_model_and_optimizer(self, model, optimizer, lr_scheduler=None):
+    def _setup_model_and_optimizer(
+            self, model: nn.Module, optimizer: Optimizer | None,
+            lr_scheduler: Any = None) -> Any:
         if self.zero_stage_3:  # one by one: no device ever holds all of it
             from deepspeed import zero
-            if "bf16" in self.config:
+            if "bf16" in (self.config or {}):
                 model.bfloat16()
             zero.Init(module=model, config_dict_or_path=self.config)
         return super()._setup_model_and_optimizer(
             model, optimizer, lr_scheduler)
 
-    def backward(self, loss, optimizer, *args, **options):
+    def backward(self, closure_loss: torch.Tensor,
+                 optimizer: Optimizer | None, *args: Any,
+                 **options: Any) -> torch.Tensor:
         # Lightning has divided the loss by the accumulation steps already
-        super().backward(
-            loss, optimizer, *args, scale_wrt_gas=False, **options)
+        return super().backward(
+            closure_loss, optimizer, *args, scale_wrt_gas=False, **options)
 
-    def optimizer_step(self, *args, **options):
+    def optimizer_step(self, *args: Any, **options: Any) -> None:
         super().optimizer_step(*args, **options)
-        self.lightning_module.norm = (  # before clipping
+        module: Any = self.lightning_module
+        module.norm = (  # before clipping
             self.deepspeed_engine.get_global_grad_norm())
 
-    def restore(self, run):
+    def restore(self, run: StageRun) -> int:
         """What `Run.restore` does. All ranks."""
         from deepspeed import zero
         optimizer = self.whole_optimizer
@@ -79,7 +93,8 @@ class Zero(DeepSpeedStrategy):
         optimizer.state.clear()
         return step
 
-    def spread(self, kind, mine, whole, *name):
+    def spread(self, kind: str, mine: Any, whole: torch.Tensor,
+               *name: str) -> None:
         """Set this rank's shard of a weight, or of its moment of that name."""
         from deepspeed import utils
         value, where = whole.to(self.root_device), "full"
@@ -90,7 +105,7 @@ class Zero(DeepSpeedStrategy):
                 size * self.global_rank:][:size]
         getattr(utils, f"safe_set_{where}_{kind}")(mine, value, *name)
 
-    def save(self, run, step):
+    def save(self, run: StageRun, step: int) -> None:
         """What `Run.save` does. All ranks."""
         from deepspeed import utils
         optimizer = self.whole_optimizer
@@ -106,18 +121,18 @@ class Zero(DeepSpeedStrategy):
             run.save(step, self.whole, optimizer)
         optimizer.state.clear()
 
-    def pairs(self):
+    def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Each parameter of DeepSpeed's, with that of the whole copy."""
-        return zip(self.lightning_module.parameters(),
-                   self.whole.parameters(), strict=True)
+        module: Any = self.lightning_module
+        return zip(module.parameters(), self.whole.parameters(), strict=True)
 
-    def make_moments(self, step):
+    def make_moments(self, step: int) -> None:
         """Let the optimizer have moments, as after so many steps.
 
         It would make them in its first step, too late for a checkpoint's. And
         DeepSpeed 0.19 would find those of the first group of weights alone.
         """
-        zero = self.optimizers[0]
+        zero: Any = self.optimizers[0]  # DeepSpeed's own class
         shards = (zero.fp32_partitioned_groups_flat if self.zero_stage_3
                   else zero.single_partition_of_fp32_groups)
         for shard in shards:
