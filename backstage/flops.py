@@ -37,24 +37,30 @@ def padded_vocab_size(vocab_size: int) -> int:
 def num_parameters(config: ModelConfig | dict[str, int],
                    positions: bool = True) -> int:
     """How many weights a model has; config: a GPTConfig or its dictionary."""
-    if not isinstance(config, dict):
-        config = vars(config)
-    width, layers = config["n_embd"], config["n_layer"]
-    rows = padded_vocab_size(config["vocab_size"])
+    fields = to_dictionary(config)
+    width, layers = fields["n_embd"], fields["n_layer"]
+    rows = padded_vocab_size(fields["vocab_size"])
     if positions:
-        rows += config["block_size"]
+        rows += fields["block_size"]
     block = 12 * width**2 + 13 * width  # matrices; biases and LayerNorms
     return rows * width + layers * block + 2 * width
 
 
-def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
+def to_dictionary(config: ModelConfig | dict[str, int]) -> dict[str, int]:
+    """Return the fields of a GPTConfig, or its dictionary as it is."""
+    return config if isinstance(config, dict) else vars(config)
+
+
+def flops_per_token(config: ModelConfig | dict[str, int],
+                    sequence_length: int) -> int:
     """FLOP to train on one token, forward and backward: 6 N + 12 L H Q T.
 
     This is the formula of the PaLM paper (arXiv:2204.02311, appendix B). N is
     the number of parameters without the position embeddings.
     """
     parameters = num_parameters(config, positions=False)
-    attention = 12 * config.n_layer * config.n_embd * sequence_length
+    fields = to_dictionary(config)
+    attention = 12 * fields["n_layer"] * fields["n_embd"] * sequence_length
     return 6 * parameters + attention
 
 

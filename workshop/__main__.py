@@ -1,7 +1,11 @@
 """The tools of the course: python -m workshop diff | check | apply | ..."""
 
+from __future__ import annotations
+
+import argparse
 import sys
 import traceback
+from typing import NoReturn
 
 from backstage.errors import UserError, run_main
 from backstage.files import reason
@@ -69,7 +73,7 @@ HIDDEN = {
         "Show a run's progress; the exit status is 0 if it is finished.")}
 
 
-def main():
+def main() -> NoReturn:
     try:
         args = parse()
         sys.exit(args.function(args))
@@ -87,14 +91,14 @@ def main():
                         f"in {sys.prefix} damaged?") from error
 
 
-def parse():
+def parse() -> argparse.Namespace:
     return command_line.parse(
         "python -m workshop", "The tools of the course. COMMAND --help "
         "describes each; without a command it says what to do next.", COMMANDS,
         HIDDEN)
 
 
-def start():
+def start() -> NoReturn:
     """The command `workshop`."""
     run_main(main)
 

@@ -7,18 +7,21 @@ RANK, LOCAL_RANK and WORLD_SIZE, and finds the other processes at MASTER_ADDR
 and MASTER_PORT. With -v before the script, each rank prints its rank and host.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import runpy
 import socket
 import sys
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from backstage.errors import UserError, require, run_main
 from backstage.process import find_launcher, name_ranks
 
 
-def main():
+def main() -> None:
     words = sys.argv[1:]
     verbose = words[:1] == ["-v"]
     words = words[verbose:]
@@ -42,7 +45,7 @@ def main():
     runpy.run_path(script, run_name="__main__")
 
 
-def join_world(env=os.environ):
+def join_world(env: MutableMapping[str, str] = os.environ) -> str:
     """Set torchrun's names under any launcher; returns its name.
 
     All ranks. Raises a `UserError` if there is no launcher, or if this machine
@@ -66,7 +69,7 @@ def join_world(env=os.environ):
     return MPI.get_vendor()[0]
 
 
-def find_rank_0(env):
+def find_rank_0(env: Mapping[str, str]) -> None:
     """Raise a `UserError` unless rank 0 can be at MASTER_ADDR."""
     host = env["MASTER_ADDR"]
     try:

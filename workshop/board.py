@@ -20,10 +20,14 @@ Its findings are those that are not ok, unless all are told. Only the standard
 library, from Python 3.9 on: a notebook's kernel imports it.
 """
 
+from __future__ import annotations
+
 import html
 import json
 import os
 import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rankcheck.engine import report
 from workshop.html import (
@@ -45,23 +49,27 @@ WORST = ("FAIL", "warn", "and", "ok", "")  # "": what was not seen
 FOLDED = (("and", "1 more follows from it", "{} more follow from it"),
           ("ok", "1 question, right", "{} questions, all right"),
           ("", "1 thing was not seen", "{} things were not seen"))
+Verdicts = Mapping[str, str]  # of one question: by the trial's name
 
 
 class Board:
     """A check, as far as it has come."""
 
-    def __init__(self, words=str):
+    def __init__(self, words: Callable[[str], str] = str) -> None:
         """words: a function that rewrites each text for a notebook."""
         self.words = words
-        self.columns, self.about, self.trial = [], "", ""
-        self.answers = {}
-        self.findings, self.pictures = [], {}  # of each trial
-        self.causes = []
-        self.last, self.right = "", None
+        self.columns: list[str] = []
+        self.about, self.trial = "", ""
+        self.answers: dict[str, dict[str, str]] = {}
+        self.findings: list[list[str]] = []  # verdict, text, hint
+        self.pictures: dict[str, dict[str, Any]] = {}  # of each trial
+        self.causes: list[list[str]] = []
+        self.last = ""
+        self.right: bool | None = None
         self.is_old = False  # the script was changed since
         self.said = ""  # the last line that is no event
 
-    def read(self, line):
+    def read(self, line: str) -> None:
         """Take in a line that the check prints: an event, as a rule.
 
         Libraries print, too; only our own warnings are worth showing. An
@@ -74,7 +82,7 @@ class Board:
             if line.startswith("warning: "):
                 self.update({"finding": ["warn", self.said[9:], ""]})
 
-    def end(self):
+    def end(self) -> None:
         """No more lines come: if no verdict has, the check has failed."""
         if self.right is None:
             self.update({"say": "The check did not come to its end."})
@@ -82,7 +90,7 @@ class Board:
                 self.update({"finding": ["FAIL", self.said, ""]})
             self.right = False
 
-    def update(self, event):
+    def update(self, event: Mapping[str, Any]) -> None:
         (kind, value), = event.items()
         if kind == "answer":
             self.answers.setdefault(value[0], {})[self.trial] = value[1]
@@ -98,7 +106,7 @@ class Board:
         elif kind in ("columns", "about", "trial", "right"):
             setattr(self, kind, value)
 
-    def to_text(self, colour=False, width=79):
+    def to_text(self, colour: bool = False, width: int = 79) -> str:
         """The table, for a terminal of this width; no word is broken."""
         sizes = [max(3, len(name) + 1) for name in self.columns]
         room = max(20, width - sum(sizes))
@@ -111,26 +119,29 @@ class Board:
                                          break_long_words=False)
             line = f"{last:{room}}"
             for name, size in zip(self.columns, sizes):
-                mark = MARKS.get(verdicts.get(name), "")
+                mark = MARKS.get(verdicts.get(name, ""), "")
                 code = TERMINAL_BLUE if mark == "ok" else TERMINAL_ORANGE
                 line += (f"\033[{code}m{mark:>{size}}\033[0m" if colour
                          else f"{mark:>{size}}")
             lines += [*above, line.rstrip()]
         return "\n".join([*lines, "", *textwrap.wrap(legend(MARKS), width)])
 
-    def to_html(self, pictures=""):
+    def to_html(self, pictures: str = "") -> str:
         """The verdict, its reasons, the questions that failed, and pictures.
 
         What follows is folded, and what is right.
         """
-        kind = {True: "good", False: "bad"}.get(self.right, "")
+        kind = ""
+        if self.right is not None:
+            kind = "good" if self.right else "bad"
         out = [paragraph("Your script has changed since this check.", "ask")
                ] * self.is_old
         out += [paragraph(f"<strong>{self.quote(self.last)}</strong>", kind)]
         out += self.diagnoses("FAIL", "warn")
         out += [paragraph(f"{self.quote(text)}. {self.quote(why)}", "ask")
                 for text, why in self.causes]
-        rows = {verdict: {} for verdict in WORST}
+        rows: dict[str, dict[str, Verdicts]] = {
+            verdict: {} for verdict in WORST}
         for title, verdicts in self.answers.items():
             worst = min(verdicts.values(), key=WORST.index)
             rows[worst][title] = verdicts
@@ -154,7 +165,7 @@ class Board:
                     + (self.table(rows[verdict]) if rows[verdict] else "")))
         return "".join(out)
 
-    def diagnoses(self, *verdicts):
+    def diagnoses(self, *verdicts: str) -> list[str]:
         """HTML of the findings with these verdicts, a list."""
         return [paragraph(f"<strong>{verdict}</strong> {self.quote(text)}",
                           "bad" if verdict == "FAIL" else "ask")
@@ -162,33 +173,34 @@ class Board:
                 for verdict, text, hint in self.findings
                 if verdict in verdicts]
 
-    def table(self, rows):
+    def table(self, rows: Mapping[str, Verdicts]) -> str:
         """HTML of {question: {trial: verdict}}."""
         running = self.trial if self.right is None else None
         head = "".join(
             f'<th scope="col">{html.escape(name)}'
             f'{"…" if name == running else ""}</th>'
             for name in self.columns)
-        rows = "".join(
+        lines = "".join(
             f'<tr><th scope="row">{html.escape(title)}</th>'
             f'{"".join(self.cell(verdicts, name) for name in self.columns)}'
             "</tr>" for title, verdicts in rows.items())
         about = "Which question is answered, and how, in which trial"
         return scrolling(
             f'<table class="check"><caption>{about}</caption>'
-            f"<tr><td></td>{head}</tr>{rows}</table>", about)
+            f"<tr><td></td>{head}</tr>{lines}</table>", about)
 
-    def cell(self, verdicts, name):
-        kind, sign = SIGNS.get(verdicts.get(name), ("", ""))
-        about = MEANING.get(verdicts.get(name), NOT_ASKED)
+    def cell(self, verdicts: Verdicts, name: str) -> str:
+        verdict = verdicts.get(name, "")
+        kind, sign = SIGNS.get(verdict, ("", ""))
+        about = MEANING.get(verdict, NOT_ASKED)
         return (f'<td class="{kind}" title="{about}"><span aria-hidden="true">'
                 f'{sign}</span><span class="unseen">{about}</span></td>')
 
-    def quote(self, text):
+    def quote(self, text: str) -> str:
         return quote_text(self.words(text))
 
 
-def legend(signs):
+def legend(signs: Mapping[str, str]) -> str:
     """What the signs mean: one line. signs: {verdict: sign}."""
     known = "; ".join(f"{sign} {MEANING[verdict]}"
                       for verdict, sign in signs.items())
@@ -201,11 +213,11 @@ class Terminal(report.Terminal):
     verbose: whether what is right is printed, or follows from a FAIL.
     """
 
-    def __init__(self, verbose):
+    def __init__(self, verbose: bool) -> None:
         super().__init__()
         self.board, self.verbose = Board(), verbose
 
-    def report(self, **event):
+    def report(self, **event: Any) -> None:
         self.board.update(event)
         super().report(**event)
         if "table" in event:
@@ -214,6 +226,6 @@ class Terminal(report.Terminal):
         elif "summary" in event and not self.verbose:
             self.say(event["summary"])
 
-    def tell(self, verdict, text, hint):
+    def tell(self, verdict: str, text: str, hint: str) -> None:
         if self.verbose or verdict in ("FAIL", "warn"):
             super().tell(verdict, text, hint)

@@ -3,10 +3,13 @@
 Only the standard library, from Python 3.9 on: a notebook's kernel imports it.
 """
 
+from __future__ import annotations
+
 import html
 import os
 import re
 
+from backstage.files import StrPath
 from rankcheck.system.errors import read_regular
 
 # They differ for every eye
@@ -15,24 +18,24 @@ BLUE, ORANGE = "33, 102, 192", "207, 112, 0"
 TERMINAL_BLUE, TERMINAL_ORANGE = "38;5;32", "38;5;166"
 
 
-def folded(summary, content, attributes=""):
+def folded(summary: str, content: str, attributes: str = "") -> str:
     """HTML that a click unfolds."""
     return (f"<details{attributes}><summary>{summary}</summary>{content}"
             "</details>")
 
 
-def scrolling(content, about, tag='div class="wide"'):
+def scrolling(content: str, about: str, tag: str = 'div class="wide"') -> str:
     """HTML that scrolls, for those who have only a keyboard, too."""
     return (f'<{tag} tabindex="0" role="region" aria-label="{about}">'
             f'{content}</{tag.split()[0]}>')
 
 
-def paragraph(text, kind=""):
+def paragraph(text: str, kind: str = "") -> str:
     """A paragraph of HTML; kind: "good", "bad" or ""."""
     return f'<p class="{kind}">{text}</p>'
 
 
-def quote_text(text):
+def quote_text(text: str) -> str:
     """HTML for a notebook: of `code`, **strong** and *emphasised* words."""
     parts = html.escape(text, quote=False).split("`")
     if len(parts) % 2 == 0:  # one that closes nothing
@@ -46,7 +49,7 @@ def quote_text(text):
     return "".join(parts)
 
 
-def may_replace(path, mark):
+def may_replace(path: StrPath, mark: str) -> bool:
     """Whether a page or a picture is not there, or carries our mark, a
     text inside it.
     """

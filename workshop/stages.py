@@ -6,8 +6,11 @@ other place knows its name.
 Only the standard library, from Python 3.9 on.
 """
 
+from __future__ import annotations
+
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from backstage import ROOT
 from backstage.errors import require
@@ -22,23 +25,25 @@ class Stage:
     title: str
     colour: str  # in the pictures
     launcher: str  # of its processes: "python", "torchrun" or "mpirun"
-    meshes: tuple  # that it is tested on: (pipeline, data, tensor) parallel
-    tried: tuple = ()  # those of them on which a check tries it (): all
+    # that it is tested on: (pipeline, data, tensor) parallel
+    meshes: tuple[tuple[int, int, int], ...]
+    # those of them on which a check tries it (): all
+    tried: tuple[tuple[int, int, int], ...] = ()
     kernels: bool = False  # whether its operations are kernels of its own
     trainer: bool = False  # whether Lightning's Trainer has the loop
     split: str = ""  # what is split over the devices: see arithmetic.py
 
     @property
-    def shards(self):
+    def shards(self) -> bool:
         """Whether each device holds a part of the model."""
         return self.split not in ("", "samples")
 
     @property
-    def solution(self):
+    def solution(self) -> Path:
         return ROOT / "solutions" / f"train_gpt2_{self.name}.py"
 
     @property
-    def lesson(self):
+    def lesson(self) -> Path:
         """The document that leads to it from the previous stage."""
         return ROOT / "workshop" / "lessons" / f"{self.name}.md"
 
@@ -70,20 +75,20 @@ FIRST = next(iter(STAGES))  # where the course starts
 LESSONS = tuple(name for name, stage in STAGES.items() if stage.after)
 
 
-def find(name):
+def find(name: str) -> Stage:
     """The `Stage` of that name; raises `UserError` if there is none."""
     require(name in STAGES, f"there is no stage {name}: choose from "
             f"{', '.join(STAGES)}")
     return STAGES[name]
 
 
-def require_writable(folder=ROOT):
+def require_writable(folder: Path = ROOT) -> None:
     """Raise a `UserError` in a clone that one may only read."""
     require(os.access(folder, os.W_OK | os.X_OK), f"{folder} cannot be "
             "written: work in a clone of your own")
 
 
-def modules_of(stage):
+def modules_of(stage: str) -> list[str]:
     """What to import before a stage's processes are forked, as a list."""
     from rankcheck.engine.run import PRELOAD  # not for Python 3.9
 
@@ -92,7 +97,7 @@ def modules_of(stage):
             *["backstage.lightning"] * STAGES[stage].trainer]
 
 
-def batch_files():
+def batch_files() -> list[str]:
     """The names of SLURM's batch files: "ddp-2n4g" for batch-ddp-2n4g.sh."""
     return sorted(path.stem[len("batch-"):] for path in
                   (ROOT / "batchfiles").glob("batch-*.sh"))

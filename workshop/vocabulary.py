@@ -1,5 +1,7 @@
 """Writes the vocabulary of a dataset folder: for what builds one."""
 
+from __future__ import annotations
+
 import base64
 import json
 from pathlib import Path
@@ -7,10 +9,10 @@ from pathlib import Path
 import tiktoken
 
 from backstage.dataset import END_OF_TEXT, SETTINGS, TOKENS
-from backstage.files import write_atomically
+from backstage.files import StrPath, write_atomically
 
 
-def save_vocabulary(encoding, folder):
+def save_vocabulary(encoding: tiktoken.Encoding, folder: StrPath) -> None:
     """Write `encoding`, a `tiktoken.Encoding`, into the folder, atomically."""
     ranks = encoding._mergeable_ranks  # tiktoken has no public name for them
     lines = (base64.b64encode(token) + b" %d\n" % rank
@@ -22,7 +24,7 @@ def save_vocabulary(encoding, folder):
     write_atomically(Path(folder) / SETTINGS, text.encode())
 
 
-def save_bytes(folder, size=257):
+def save_bytes(folder: StrPath, size: int = 257) -> None:
     """Write one that nobody has trained: the bytes, and pairs up to its size.
 
     Its last token is the end of a text.

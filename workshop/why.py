@@ -8,15 +8,25 @@ known from the last `doctor --ranks`.
 
 from __future__ import annotations  # for Python 3.9
 
+import argparse
 import statistics
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from backstage.errors import UserError
 from backstage.files import read_json, show_path
 from rankcheck.why import command
 from workshop.results.arithmetic import ring
-from workshop.results.profile import recorded_parts
-from workshop.results.runs import RUNS, describe, list_folders, read, read_all
+from workshop.results.profile import Seconds, recorded_parts
+from workshop.results.runs import (
+    RUNS,
+    Result,
+    describe,
+    list_folders,
+    read,
+    read_all,
+)
 from workshop.stages import STAGES
 
 # Gigabytes/s inside and between nodes, as doctor --ranks has measured them
@@ -38,13 +48,13 @@ ADVICE = {
 add_arguments = command.add_arguments
 
 
-def main(args):
+def main(args: argparse.Namespace) -> int:
     """`why`, of a run of ours as well; returns the exit status."""
     return command.main(args, runs=RUNS, describe_run=describe,
                         explain_speed=explain)
 
 
-def explain(folder):
+def explain(folder: Path) -> list[str]:
     """Lines about the speed of the run in a folder; [] if it is not ours."""
     try:
         run = read(folder)
@@ -54,7 +64,7 @@ def explain(folder):
         return []
 
 
-def explain_step(run, ranks):
+def explain_step(run: Result, ranks: list[Seconds]) -> Iterator[str]:
     """By part, and what to try first."""
     yield (f"a step takes {1000 * run.seconds:.0f} ms, "
            f"{run.tokens_per_second:,.0f} tokens/s"
@@ -67,7 +77,7 @@ def explain_step(run, ranks):
     yield "of that: " + ", ".join(
         f"{100 * seconds / whole:.0f}% {part}" for part, seconds in sorted(
             mean.items(), key=lambda item: -item[1]))
-    part = max(ADVICE, key=mean.get)
+    part = max(ADVICE, key=lambda part: mean[part])
     if mean[part] < SHARE * whole:
         yield ("that is the work of training: a larger microbatch, --compile "
                "or a faster device make it shorter")
@@ -79,13 +89,13 @@ def explain_step(run, ranks):
     yield f"try first: {ADVICE[part]}{who}"
 
 
-def average(ranks):
+def average(ranks: list[Seconds]) -> Seconds:
     """Seconds of a step by part, the mean of all ranks."""
     return {part: statistics.mean(rank[part] for rank in ranks)
             for part in ranks[0]}
 
 
-def explain_nodes(run, ranks):
+def explain_nodes(run: Result, ranks: list[Seconds]) -> Iterator[str]:
     """Whether it is faster than on fewer nodes, and why not."""
     if run.nodes == 1:
         return
@@ -101,7 +111,7 @@ def explain_nodes(run, ranks):
         yield explain_network(ring(run.world_size, run.sent))
 
 
-def compare(run, ranks, other):
+def compare(run: Result, ranks: list[Seconds], other: Result) -> Iterator[str]:
     """A run and a newer one on fewer nodes, in what they have in common."""
     ratio = run.tokens_per_second / other.tokens_per_second
     devices = run.world_size / other.world_size
@@ -113,12 +123,12 @@ def compare(run, ranks, other):
     if not (ranks and before) or ratio > 0.9 * devices:
         return
     # what does not get shorter although there are more processes
-    now, before = average(ranks), average(before)
-    lost = {part: now[part] - before[part] / (
+    now, then = average(ranks), average(before)
+    lost = {part: now[part] - then[part] / (
         1 if part == "all-reduce" else devices) for part in now}
-    part = max(lost, key=lost.get)
+    part = max(lost, key=lambda part: lost[part])
     yield (f"most of that is lost to {part}: {1000 * now[part]:.1f} ms of a "
-           f"step, {1000 * before[part]:.1f} ms before"
+           f"step, {1000 * then[part]:.1f} ms before"
            + (f"; try first: {ADVICE[part]}" if part in ADVICE else ""))
 
 
@@ -131,7 +141,7 @@ def measured_speeds() -> dict[str, float]:
             if type(speed) in (int, float) and speed > 0}
 
 
-def explain_network(sent):
+def explain_network(sent: float) -> str:
     """How long a step's messages take at least, by the doctor's figures."""
     doctor = "`python -m workshop doctor --ranks`"
     times = " or ".join(

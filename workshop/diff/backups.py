@@ -6,16 +6,24 @@ clocks are set back and time zones differ. What came after a backup stands in
 its name, too, if that was `apply`: 20261231-235959-7.apply-ddp-1-2.py.
 """
 
+from __future__ import annotations
+
 import fcntl
 import itertools
 import os
 import re
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from backstage.errors import UserError, require
-from backstage.files import show_path, sync_folder, write_atomically
+from backstage.files import (
+    StrPath,
+    show_path,
+    sync_folder,
+    write_atomically,
+)
 from rankcheck.system.errors import read_regular
 from workshop.stages import DESK, FIRST, STAGES, require_writable
 
@@ -23,7 +31,7 @@ FOLDER = DESK.with_name("backups")
 LARGEST = 500_000  # bytes of a script: comparing more takes minutes
 
 
-def read_script(path, most=LARGEST):
+def read_script(path: StrPath, most: int = LARGEST) -> bytes:
     """The bytes of a script, read once; raises `UserError` if it cannot be.
 
     Every command that looks at a script reads it here.
@@ -50,12 +58,13 @@ def read_script(path, most=LARGEST):
 SIGN = re.compile(r"(?:[ \d]{5} )?([-+])(?=[ \t\w@#)\"'])")
 
 
-def explain(error, lines):
+def explain(error: SyntaxError, lines: list[str]) -> str:
     """Why a script is not Python: a diff's sign, or what Python says.
 
     The sign may stand in the line above, where it made an expression.
     """
-    for number in (error.lineno, error.lineno - 1):
+    last = error.lineno or 0
+    for number in (last, last - 1):
         for line in lines[max(number - 1, 0):number]:
             if sign := SIGN.match(line):
                 return (f"line {number} begins with the {sign[1]} of a diff: "
@@ -64,7 +73,7 @@ def explain(error, lines):
 
 
 @contextmanager
-def locked_desk():
+def locked_desk() -> Iterator[None]:
     """Let only one process at a time read the script and replace it.
 
     None is locked where the file system has no locks, or is only read.
@@ -77,7 +86,8 @@ def locked_desk():
         yield
 
 
-def replace_desk(data, before, what=""):
+def replace_desk(data: bytes, before: bytes | None,
+                 what: str = "") -> Path | None:
     """Write the desk's script, whole or not at all; returns the backup.
 
     before: the bytes that are there, as far as the caller knows, or None if
@@ -93,11 +103,11 @@ def replace_desk(data, before, what=""):
                 f" which is to stay: `rm {show_path(DESK)}`, then `python -m "
                 f"workshop reset {stage.name}`")
 
-    def require_the_same(found):
+    def require_the_same(found: bytes | None) -> None:
         require(found == before, f"{show_path(DESK)} was saved meanwhile and "
                 "is left as it is: try again")
 
-    backup = None
+    backup: Path | None = None
     require_writable()
     try:
         target.parent.mkdir(exist_ok=True)
@@ -131,14 +141,15 @@ class WrittenInPart(UserError):
     """The script is damaged; its backup is whole."""
 
 
-def write_through(path, data, check, backup):
+def write_through(path: Path, data: bytes, check: Callable[[bytes], object],
+                  backup: Path) -> None:
     """Write into the file itself, to which another name is linked, too.
 
     check: a function that gets what is there just before. If there is no
     room, what was there is put back: that has its place already.
     """
     with open(path, "r+b", buffering=0) as file:
-        def write(rest):
+        def write(rest: bytes) -> None:
             file.seek(0)
             while rest:
                 rest = rest[file.write(rest):]
@@ -163,14 +174,14 @@ def write_through(path, data, check, backup):
 # ------------------------------------------------------------------- backups
 
 
-def numbered():
+def numbered() -> list[tuple[int, Path]]:
     """[(number, path)] of the backups in their folder, the oldest first."""
     return sorted(
         (int(number), path) for path in FOLDER.glob("*.py")
         for number in re.findall(r"^\d{8}-\d{6}-(\d+)$", label(path)))
 
 
-def backups():
+def backups() -> list[Path]:
     """The backups of the desk's script, the oldest first.
 
     Those beside it are from before they had a folder and numbers.
@@ -182,22 +193,23 @@ def backups():
     return [path for *_, path in sorted(beside) + numbered()]
 
 
-def label(backup):
+def label(backup: Path) -> str:
     """The backup's date and number, by which people name it."""
     parts = backup.name.split(".")
     return parts[0] if backup.parent == FOLDER else parts[1]
 
 
-def applied_after(backup):
+def applied_after(backup: Path) -> tuple[str, list[int]]:
     """(stage, numbers of changes): what `apply` made then, or ("", [])."""
     found = re.search(r"\.apply-(\w+)-([\d-]+)\.py$", backup.name)
     return (found[1], [*map(int, found[2].split("-"))]) if found else ("", [])
 
 
-def back_up(data):
+def back_up(data: bytes) -> Path:
     """Keep these bytes in a new backup; returns it."""
     FOLDER.mkdir(exist_ok=True)
-    for number in itertools.count(1 + max(dict(numbered()), default=0)):
+    first = 1 + max(dict(numbered()), default=0)
+    for number in itertools.count(first):
         backup = FOLDER / time.strftime(f"%Y%m%d-%H%M%S-{number}.py")
         try:
             copy = open(backup, "xb")
@@ -213,3 +225,4 @@ def back_up(data):
         except OSError:
             backup.unlink()  # half a copy is no backup
             raise
+    raise AssertionError  # no number is the last

@@ -8,6 +8,8 @@ A change that was tried alone is a stage of its own here, "<stage> <number>":
 with all others made, its script says nothing of them.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import time
@@ -21,7 +23,7 @@ from workshop.stages import DESK
 RECORD = DESK.with_name(".checked.json")
 
 
-def record(stage, data):
+def record(stage: str, data: bytes) -> None:
     """Remember that the script with these bytes has passed for the stage.
 
     If the record cannot be written, it warns in one line and continues.
@@ -35,22 +37,23 @@ def record(stage, data):
             write_atomically(RECORD, text.encode())
     except (OSError, UserError) as error:
         if has_passed(stage, data):  # it is written, as the error says
-            return warn(str(error))
+            warn(str(error))
+            return
         warn(f"{show_path(RECORD)} does not know of this check: batch files "
              f"will not train with this script ({error})")
 
 
-def has_passed(stage, data):
+def has_passed(stage: str, data: bytes) -> bool:
     """Whether the script with these bytes has passed for the stage."""
     return digest(data) in read().get(stage, {})
 
 
-def last_passed(stage):
+def last_passed(stage: str) -> str | None:
     """When a script last passed for the stage, as text, or None."""
     return max(read().get(stage, {}).values(), default=None)
 
 
-def read():
+def read() -> dict[str, dict[str, str]]:
     """What is recorded; nothing if the file is damaged or unreadable."""
     try:
         return load()
@@ -75,5 +78,5 @@ def load() -> dict[str, dict[str, str]]:
         return {}
 
 
-def digest(data):
+def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()

@@ -3,6 +3,8 @@
 Only the standard library, from Python 3.9 on.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import platform
@@ -18,7 +20,7 @@ from workshop.jobs.originals import require_originals
 from workshop.stages import LESSONS, STAGES, find
 
 
-def journey(args):
+def journey(args: argparse.Namespace) -> None:
     """Print what comes next, and the command that goes on."""
     words, lessons = desk.what_next()
     print(words)
@@ -27,12 +29,12 @@ def journey(args):
     print("All commands: python -m workshop --help")
 
 
-def add_stage(parser):
+def add_stage(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("stage", choices=LESSONS,
                         help="the stage that the lesson makes")
 
 
-def add_diff(parser):
+def add_diff(parser: argparse.ArgumentParser) -> None:
     add_stage(parser)
     parser.add_argument("number", nargs="?", type=int,
                         help="show this change alone")
@@ -41,7 +43,7 @@ def add_diff(parser):
                         help="show the place and the reason, without the code")
 
 
-def diff(args):
+def diff(args: argparse.Namespace) -> None:
     require_originals()
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     left = Diff(args.stage)
@@ -49,7 +51,7 @@ def diff(args):
     print(render.to_text(left, colour, args.hints, args.number))
 
 
-def add_apply(parser):
+def add_apply(parser: argparse.ArgumentParser) -> None:
     add_stage(parser)
     parser.add_argument("numbers", nargs="*", type=int, metavar="number",
                         help="the changes' numbers, as diff shows them")
@@ -57,14 +59,14 @@ def add_apply(parser):
                         help="make all that are left")
 
 
-def apply(args):
+def apply(args: argparse.Namespace) -> None:
     require(args.all != bool(args.numbers), "give the numbers of changes, or "
             "--all: see python -m workshop apply --help")
     require_originals()
     desk.apply(args.stage, args.numbers)
 
 
-def add_reset(parser):
+def add_reset(parser: argparse.ArgumentParser) -> None:
     choice = parser.add_mutually_exclusive_group(required=True)
     choice.add_argument("name", nargs="?", metavar="stage|DATE",
                         help=f"{', '.join(STAGES)}, or a backup's date")
@@ -74,7 +76,7 @@ def add_reset(parser):
                         help="restore your previous version")
 
 
-def reset(args):
+def reset(args: argparse.Namespace) -> None:
     if args.list:
         desk.list_all()
     elif args.undo:
@@ -84,12 +86,12 @@ def reset(args):
         desk.reset(args.name)
 
 
-def add_script(parser):
+def add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("stage", choices=STAGES,
                         help="the stage of the batch file")
 
 
-def script(args):
+def script(args: argparse.Namespace) -> None:
     from workshop.jobs.doctor import name_commit
 
     path, reason = desk.choose(args.stage)

@@ -4,7 +4,10 @@ What was in the script is kept as a backup: see workshop/diff/backups.py.
 And what is done so far, and what comes next.
 """
 
+from __future__ import annotations
+
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,7 +47,7 @@ def proven(diff: Diff) -> list[Left]:
 
 
 @locked_desk()
-def apply(stage, numbers=()):
+def apply(stage: str, numbers: Sequence[int] = ()) -> None:
     """Make changes of the lesson, by their numbers, or all that are left.
 
     Of all, those stay as they are that the check has found right.
@@ -68,8 +71,8 @@ def apply(stage, numbers=()):
             and (diff.yours.syntax_error or not after.yours.syntax_error),
             f"your changes around line {line} are in the way: make this one "
             f"by hand, or `python -m workshop reset {stage}`")
-    numbers = "-".join(map(str, sorted(chosen)))
-    backup = replace_desk(text, diff.yours.data, f"apply-{stage}-{numbers}")
+    made = "-".join(map(str, sorted(chosen)))
+    backup = replace_desk(text, diff.yours.data, f"apply-{stage}-{made}")
     for item in diff.left:
         if item.number in chosen:
             print(f"made change {item.number}: {item.title}")
@@ -87,21 +90,26 @@ def apply(stage, numbers=()):
     if after.others:
         print("Other differences are left as they were: see "
               f"`python -m workshop diff {stage}`")
-    print(f"Your previous version: {show_path(backup)}")
+    if backup:
+        print(f"Your previous version: {show_path(backup)}")
     print(REOPEN)  # the last line: after Shift+Enter it is in sight
 
 
-def reset(name):
+def reset(name: str) -> None:
     """Put a stage, or the backup with that date, on the desk."""
-    source = STAGES[name].solution if name in STAGES else next(
-        (backup for backup in backups() if label(backup) == name), None)
-    require(source, f"there is no stage {name}: choose from "
-            f"{', '.join(STAGES)}, or a date that `python -m workshop reset "
-            "--list` shows")
-    put_back(source, name)
+    if name in STAGES:
+        put_back(STAGES[name].solution, name)
+        return
+    for backup in backups():
+        if label(backup) == name:
+            put_back(backup, name)
+            return
+    raise UserError(f"there is no stage {name}: choose from "
+                    f"{', '.join(STAGES)}, or a date that `python -m workshop "
+                    "reset --list` shows")
 
 
-def undo():
+def undo() -> None:
     """Put back the previous version of the desk's script.
 
     Done twice, it brings this version back.
@@ -118,7 +126,8 @@ def undo():
                 "`python -m workshop reset --list` shows the others"
             ) from error
         if differs:
-            return put_back(backup, describe(backup))
+            put_back(backup, describe(backup))
+            return
     raise UserError("there is nothing to undo: no backup of "
                     f"{show_path(DESK)} differs from it")
 
@@ -138,7 +147,7 @@ def describe(backup: Path) -> str:
             f"{diff.total - len(diff.left)} of {diff.total} changes made")
 
 
-def put_back(source, name):
+def put_back(source: Path, name: str) -> None:
     """Make the desk's script a copy of `source`."""
     data = read_script(source, most=-1)
     with locked_desk():
@@ -154,18 +163,20 @@ def put_back(source, name):
     print(REOPEN)
 
 
-def now():
+def now() -> bytes | None:
     """The bytes of the desk's script, or None if it is not there."""
     return read_script(DESK, most=-1) if DESK.exists() else None
 
 
-def gone(diff):
+def gone(diff: Diff) -> list[int]:
     """The changes that `apply` has made and that are left again, sorted.
 
     An editor that shows an older version may have saved that: then one of them
     is as it was, and what `apply` made later has gone with it.
     """
-    left, later, found = diff.texts(), set(), set()
+    left = diff.texts()
+    later: set[int] = set()
+    found: set[int] = set()
     for backup in reversed(backups()):
         stage, numbers = applied_after(backup)
         if stage != diff.stage:
@@ -179,7 +190,7 @@ def gone(diff):
     return sorted(found)
 
 
-def list_all():
+def list_all() -> None:
     """Print the stages and the backups, and what is in each of them."""
     stages = read_stages()
     print(f"stages: {' '.join(stages)}")
@@ -197,7 +208,7 @@ def list_all():
         print("`python -m workshop reset DATE` puts that version back")
 
 
-def choose(stage):
+def choose(stage: str) -> tuple[Path, str]:
     """The script that a batch file trains with, and a line that says why.
 
     It is the desk's if that has passed the check for the stage. If it was
@@ -225,7 +236,7 @@ def choose(stage):
 # --------------------------------------------------------------- the journey
 
 
-def done():
+def done() -> list[tuple[str, str, str, int]]:
     """Rows: each lesson, when its check was passed last, how many runs.
 
     First come those of the path that most lessons go on from.
@@ -245,7 +256,7 @@ def first_lesson(stage: str) -> str:
     return first_lesson(before) if before in LESSONS else stage
 
 
-def what_next():
+def what_next() -> tuple[str, list[str]]:
     """(a line about the script and what comes next, its lessons).
 
     Raises `UserError` if there is no script.

@@ -12,16 +12,31 @@ import ast
 import io
 import re
 import textwrap
-from dataclasses import dataclass
+from collections.abc import (
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
+from typing import Optional
 
 from backstage.errors import UserError, require
-from backstage.files import show_path
+from backstage.files import StrPath, show_path
 from workshop.diff import documents
 from workshop.diff.backups import explain, read_script
 from workshop.stages import DESK, STAGES, find
+
+# (i1, i2, j1, j2): lines i1 to i2 of one become lines j1 to j2 of the other
+Edit = tuple[int, int, int, int]
+# (i1, i2, j1, j2, last): the same, and whether the comments below belong to it
+Span = tuple[int, int, int, int, bool]
+# (change or None, begin, end, texts): lines of the goal, see `Diff._runs`
+GoalRun = tuple[Optional[int], int, int, Optional[list[str]]]
 
 GAP = 2  # this many equal lines do not split a change
 FEW = 10  # with so many lines changed, a script is still nearly a stage's
@@ -36,7 +51,7 @@ STRINGS = re.compile(rf"(?:\s*\b[fr]?{QUOTED}|\s*{QUOTED})+(?:\s+(?=[),]))?")
 class Script:
     """The lines of a script, and which of them are code."""
 
-    def __init__(self, path, data=None):
+    def __init__(self, path: StrPath, data: bytes | None = None) -> None:
         """data: the bytes to look at in place of those in the file.
 
         Raises `UserError` if it cannot be read.
@@ -52,11 +67,12 @@ class Script:
                 "so it is not Python: delete that character")
         self.raw = list(io.StringIO(text, newline=""))  # with their line ends
         self.lines = [line.rstrip().expandtabs(4) for line in self.raw]
-        code = [CODE.match(line)[0].rstrip() for line in self.lines]
+        code = [strip_comment(line) for line in self.lines]
         self.where = [i for i, line in enumerate(code) if line]
         self.code = [code[i] for i in self.where]
         self.is_code = outside_docstrings(self.code)
-        self.syntax_error = self.tree = None
+        self.syntax_error: str | None = None
+        self.tree: str | None = None
         try:
             self.tree = ast.dump(ast.parse(text))
         except SyntaxError as error:
@@ -64,7 +80,7 @@ class Script:
         except (RecursionError, MemoryError):  # Python may run it
             pass
 
-    def span(self, begin, end, last=True):
+    def span(self, begin: int, end: int, last: bool = True) -> tuple[int, int]:
         """The range of lines of code[begin:end] and the comments above it.
 
         last: include the comments below it.
@@ -73,9 +89,10 @@ class Script:
         first = edges[begin] + 1
         return first, edges[end + 1] if last else max(first, edges[end] + 1)
 
-    def place(self, i):
+    def place(self, i: int) -> str:
         """The names of the class and function that line i is in."""
-        names, around = [], indent(self.lines[i])
+        names: list[str] = []
+        around = indent(self.lines[i])
         for line in reversed(self.lines[:i]):
             if line and indent(line) < around:
                 around = indent(line)
@@ -84,13 +101,20 @@ class Script:
         return ".".join(names)
 
 
-def differences(a, b):
+def strip_comment(line: str) -> str:
+    """Return the code of a line, "" if it has none."""
+    found = CODE.match(line)
+    return found[0].rstrip() if found else ""
+
+
+def differences(a: Sequence[str], b: Sequence[str]) -> list[Edit]:
     """The (i1, i2, j1, j2) where code a[i1:i2] becomes b[j1:j2].
 
     What is put in, or left out, begins with its decorators, not with what is
     below them: it does not end with those of what follows.
     """
-    matcher, found = SequenceMatcher(None, a, b, autojunk=False), []
+    matcher = SequenceMatcher(None, a, b, autojunk=False)
+    found: list[Edit] = []
     for kind, *ends in matcher.get_opcodes():
         code, k = (b, 2) if kind == "insert" else (a, 0)
         while kind in ("insert", "delete") and ends[k] > (
@@ -99,17 +123,18 @@ def differences(a, b):
                         ends[k] - 1].lstrip()[:1] == "@":
             ends = [end - 1 for end in ends]
         if kind != "equal":
-            found.append(tuple(ends))
+            i1, i2, j1, j2 = ends
+            found.append((i1, i2, j1, j2))
     return found
 
 
-def read_stages():
+def read_stages() -> dict[str, Script]:
     """The finished scripts: {name: `Script`}."""
     return {stage.name: Script(stage.solution)
             for stage in STAGES.values() if stage.solution.exists()}
 
 
-def nearest(script, stages):
+def nearest(script: Script, stages: Mapping[str, Script]) -> tuple[int, str]:
     """(how many lines of code differ, the stage with the fewest)."""
     return min((sum(i2 - i1 + j2 - j1 for i1, i2, j1, j2 in
                     differences(stage.code, script.code)), name)
@@ -133,13 +158,13 @@ class Piece:
 class Lesson:
     """The changes from one stage to the next, and the code of each."""
 
-    def __init__(self, stage):
+    def __init__(self, stage: str) -> None:
         self.stage, self.changes = stage, documents.load(stage)
         self.start = Script(find(find(stage).after).solution)
         self.goal = Script(find(stage).solution)
         self.pieces = [*self.cut(hunks(self.start.code, self.goal.code))]
 
-    def cut(self, hunks):
+    def cut(self, hunks: list[list[Edit]]) -> Iterator[Piece]:
         """Yield the `Piece`s of the hunks: each begins with a change."""
         begins = self.find_begins(hunks)
         for number, hunk in enumerate(hunks):
@@ -152,14 +177,15 @@ class Lesson:
                 raise ValueError(
                     f"{show_path(self.goal.path)}: the lesson has no change "
                     f"for the hunk that begins with {first!r}")
-            ends = [*points[1:], (hunk[-1][1], hunk[-1][3], None)]
+            ends = [*points[1:], (hunk[-1][1], hunk[-1][3], -1)]
             for (i1, j1, change), (i2, j2, _) in zip(points, ends):
                 last = [it for it in hunk if (it[0], it[2]) < (i2, j2)][-1]
                 yield Piece(change, i1, min(i2, last[1]), j1, min(j2, last[3]))
 
-    def find_begins(self, hunks):
+    def find_begins(
+            self, hunks: list[list[Edit]]) -> dict[tuple[int, int], list[int]]:
         """{(number of a hunk, change): [i, j]}: where it begins there."""
-        begins = {}
+        begins: dict[tuple[int, int], list[int]] = {}
         for number, change in enumerate(self.changes):
             for anchor in change.anchors:
                 old = anchor.startswith("-")
@@ -182,9 +208,9 @@ class Lesson:
         return begins
 
 
-def hunks(a, b):
+def hunks(a: Sequence[str], b: Sequence[str]) -> list[list[Edit]]:
     """The differences, in groups that are at most `GAP` lines apart."""
-    together = []
+    together: list[list[Edit]] = []
     for difference in differences(a, b):
         if together and difference[0] - together[-1][-1][1] <= GAP:
             together[-1].append(difference)
@@ -203,8 +229,9 @@ load_lesson = cache(Lesson)
 class Left(documents.Change):
     """A change that is left, or, without a number, another difference."""
 
-    number: int | None = None  # from 1, its place in the lesson
-    edits: tuple = ()  # (i1, i2, j1, j2): lines of the script and the goal
+    number: int = 0  # from 1, its place in the lesson; 0: it is not in it
+    # lines of the script and the goal
+    edits: list[Edit] = field(default_factory=list)
 
 
 class Diff:
@@ -214,20 +241,24 @@ class Diff:
     that have nothing to do with the lesson.
     """
 
-    def __init__(self, stage, path=DESK, data=None):
+    def __init__(self, stage: str, path: StrPath = DESK,
+                 data: bytes | None = None) -> None:
         self.stage, self.yours = stage, Script(path, data)
         self.lesson = load_lesson(stage)
         self.goal, self.total = self.lesson.goal, len(self.lesson.changes)
-        self.left, self.others = [], []
+        self.left: list[Left] = []
+        self.others: list[Left] = []
         self.at = 1  # the change to go on with is this one, or a later one
         if not self.yours.syntax_error and self.yours.tree == self.goal.tree:
             return
-        edits, wanted = {}, set()  # change -> what is left of it
+        edits: dict[int, list[Edit]] = {}  # what is left of each change
+        wanted: set[int] = set()
         for change, span in self._parts():
-            if not self._differ_in_words(*span):
-                wanted.add(change)
-            elif change is None:
+            in_words = self._differ_in_words(*span[:4])
+            if change is None and in_words:
                 continue
+            if change is not None and not in_words:
+                wanted.add(change)
             for edit in self._edits(*span):
                 if change is None and self.others and (
                         self.others[-1].edits[-1][1] == edit[0]):
@@ -243,25 +274,25 @@ class Diff:
             Left(**vars(self.lesson.changes[change]), number=change + 1,
                  edits=edits[change]) for change in sorted(wanted & {*edits})]
 
-    def go_on_from(self, before):
+    def go_on_from(self, before: Diff) -> None:
         """Stay with the change that was touched since an earlier `Diff`."""
         now, then = self.texts(), before.texts()
         touched = [number for number in now if now[number] != then.get(number)]
         made = [number for number in then if number not in now]
         self.at = next(iter(touched + made), before.at)
 
-    def texts(self):
+    def texts(self) -> dict[int, list[tuple[list[str], list[str]]]]:
         """{number of a change: what is left of it, [(old, new lines)]}."""
         return {it.number: [(self.yours.lines[i1:i2], self.goal.lines[j1:j2])
                             for i1, i2, j1, j2 in it.edits]
                 for it in self.left}
 
-    def require_change(self, number):
+    def require_change(self, number: int) -> None:
         require(number in range(1, self.total + 1),
                 f"there is no change {number}: "
                 f"{self.stage} has changes 1 to {self.total}")
 
-    def _parts(self):
+    def _parts(self) -> Iterator[tuple[int | None, Span]]:
         """The differences, cut where another change of the lesson begins.
 
         Yields (change or None, (i1, i2, j1, j2, last)).
@@ -278,7 +309,7 @@ class Diff:
                     last = (ends[k], end) == (i2, j2)
                     yield change, (begins[k], ends[k], begin, end, last)
 
-    def _differ_in_words(self, i1, i2, j1, j2, *_):
+    def _differ_in_words(self, i1: int, i2: int, j1: int, j2: int) -> bool:
         """Whether only what people read is different there."""
         a, b = ([line for line, counts in zip(
             script.code[begin:end], script.is_code[begin:end]) if counts]
@@ -287,7 +318,7 @@ class Diff:
         return a == b or same_code(a, b) or (
             without_messages(a) == without_messages(b))
 
-    def _runs(self, lines, j1, j2):
+    def _runs(self, lines: list[str], j1: int, j2: int) -> list[GoalRun]:
         """[(change or None, begin, end, texts)]: goal's code[j1:j2], in runs.
 
         texts: what the script's lines of this run resemble; None for the
@@ -299,7 +330,8 @@ class Diff:
                   or (piece.j1 <= j1 == j2 <= piece.j2 and (
                       piece.j1 < j1 < piece.j2
                       or set(lines) & set(self._removed(piece))))]
-        runs, at = [(None, j1, j1, None)], j1
+        runs: list[GoalRun] = [(None, j1, j1, None)]
+        at = j1
         for piece, begin, end in owners:
             if at < begin:
                 runs.append((None, at, begin, self.goal.code[at:begin]))
@@ -310,10 +342,11 @@ class Diff:
             runs.append((None, at, j2, self.goal.code[at:j2]))
         return [*runs, (None, j2, j2, None)]
 
-    def _removed(self, piece):
+    def _removed(self, piece: Piece) -> list[str]:
         return self.lesson.start.code[piece.i1:piece.i2]
 
-    def _edits(self, i1, i2, j1, j2, last):
+    def _edits(self, i1: int, i2: int, j1: int, j2: int,
+               last: bool) -> Iterator[Edit]:
         """The differences as edits of whole lines, with their comments."""
         a1, a2 = self.yours.span(i1, i2, last)
         b1, b2 = self.goal.span(j1, j2, last)
@@ -324,12 +357,12 @@ class Diff:
             if not own:  # the attendee's own comments may stay
                 yield a1 + c1, a1 + c2, b1 + d1, b1 + d2
 
-    def apply(self, numbers):
+    def apply(self, numbers: Collection[int]) -> str:
         """The script's text with the changes of these numbers made."""
         return self.replace(edit for it in self.left if it.number in numbers
                             for edit in it.edits)
 
-    def replace(self, edits):
+    def replace(self, edits: Iterable[Edit]) -> str:
         raw = list(self.yours.raw)
         ending = "\r\n" if any(r.endswith("\r\n") for r in raw) else "\n"
         if raw and not raw[-1].endswith(("\r", "\n")):
@@ -338,7 +371,7 @@ class Diff:
             raw[i1:i2] = [line + ending for line in self.goal.lines[j1:j2]]
         return "".join(raw)
 
-    def other_stage(self):
+    def other_stage(self) -> str:
         """The stage that the script is, if the lesson is not about it, or "".
 
         It may have a few lines changed.
@@ -348,7 +381,7 @@ class Diff:
         count, name = nearest(self.yours, stages)
         return "" if count > FEW or stages[name].path in here else name
 
-    def own_lines(self, numbers):
+    def own_lines(self, numbers: Collection[int]) -> list[int]:
         """The lines that `apply` removes and that are in neither stage."""
         known = {line.strip() for script in (self.lesson.start, self.goal)
                  for line in script.lines}
@@ -357,15 +390,18 @@ class Diff:
                       if self.yours.lines[i].strip() not in {"", *known})
 
 
-def distribute(lines, groups):
+def distribute(lines: list[str],
+               groups: Sequence[list[str] | None]) -> list[int]:
     """Cut `lines` into one part for each group; returns where the parts end.
 
     A group is a list of texts that its lines resemble, or None, for lines
     that resemble nothing.
     """
-    best = [(0, [])] * len(groups)  # the total, and each line's group
+    # the total, and each line's group
+    best: list[tuple[float, list[int]]] = [(0.0, [])] * len(groups)
     for line in lines:
-        reached, before = [], (-1, [])
+        reached: list[tuple[float, list[int]]] = []
+        before: tuple[float, list[int]] = (-1.0, [])
         for k, texts in enumerate(groups):
             before = max(before, best[k], key=lambda it: it[0])
             score = 0.2 if texts is None else likeness(line, texts)
@@ -375,7 +411,7 @@ def distribute(lines, groups):
     return [sum(k <= group for k in chosen) for group in range(len(groups))]
 
 
-def likeness(line, texts):
+def likeness(line: str, texts: list[str]) -> float:
     """How similar a line is to the most similar text, from 0 to 2."""
     if line in texts:
         return 2
@@ -384,19 +420,20 @@ def likeness(line, texts):
     return max((len(a & b) / (len(a | b) or 1) for a, b in pairs), default=0)
 
 
-def same_code(a, b):
+def same_code(a: Sequence[str], b: Sequence[str]) -> bool:
     """Whether two pieces of code differ only in quotes and line breaks."""
     if not a or not b or indent(a[0]) != indent(b[0]):
         return False
     try:
-        a, b = (ast.dump(ast.parse(textwrap.dedent("\n".join(lines))))
-                for lines in (a, b))
+        first, second = (
+            ast.dump(ast.parse(textwrap.dedent("\n".join(lines))))
+            for lines in (a, b))
     except (SyntaxError, RecursionError, MemoryError):
         return False
-    return a == b
+    return first == second
 
 
-def outside_docstrings(lines):
+def outside_docstrings(lines: Iterable[str]) -> list[bool]:
     """For each line of code whether it is none of a docstring.
 
     By their quotes, so that it also works in a script with a syntax error.
@@ -410,12 +447,12 @@ def outside_docstrings(lines):
     return found
 
 
-def without_messages(lines):
+def without_messages(lines: Iterable[str]) -> str:
     """The code, with a sign for each string of several words.
 
     What an f-string computes stays.
     """
-    def shorten(found):
+    def shorten(found: re.Match[str]) -> str:
         words = "".join(it[1:-1] for it in re.findall(QUOTED, found[0]))
         if not re.search(r"\S\s+\S", words):
             return found[0]
@@ -423,5 +460,5 @@ def without_messages(lines):
     return STRINGS.sub(shorten, "\n".join(lines))
 
 
-def indent(line):
+def indent(line: str) -> int:
     return len(line) - len(line.lstrip())

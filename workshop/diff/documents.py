@@ -24,6 +24,8 @@ The code itself is in solutions/: an anchor ties a change to the lines of the
 diff between the two stages. `python -m workshop diff STAGE` shows them all.
 """
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
 
@@ -59,7 +61,7 @@ class Change:
     checked: bool = False  # the check of this change alone answers it
 
 
-def load(stage):
+def load(stage: str) -> list[Change]:
     """The `Change`s that make the stage, in the order they are taught."""
     require(stage in LESSONS, f"no lesson makes a stage {stage}: choose from "
             f"{', '.join(LESSONS)}")
@@ -67,27 +69,32 @@ def load(stage):
     return parse(path.read_text("utf-8"), show_path(path))
 
 
-def parse(text, name):
+def parse(text: str, name: str) -> list[Change]:
     """The `Change`s of a document; name: what an error calls it.
 
     Raises `ValueError` with the line in which it is not a lesson.
     """
-    def require(condition, place, complaint):
+    def wrong(place: int, complaint: str) -> ValueError:
+        line = text.count("\n", 0, place) + 1
+        return ValueError(f"{name}, line {line}: {complaint}")
+
+    def require(condition: object, place: int, complaint: str) -> None:
         if not condition:
-            line = text.count("\n", 0, place) + 1
-            raise ValueError(f"{name}, line {line}: {complaint}")
+            raise wrong(place, complaint)
 
     head, *sections = re.split(r"(?<=\n)(?=#)", text)
     introduced = re.match(r"# .*\n+\S", head) and not BLOCK.search(head)
     require(introduced and sections, 0, "a lesson begins with its title, "
             "'# ...', an introduction in prose only, and change '## 1. ...'")
-    changes, end = [], len(head)
+    changes: list[Change] = []
+    end = len(head)
     for number, section in enumerate(sections, 1):
         begin, end = end, end + len(section)
         heading, _, body = section.partition("\n")
         found = re.fullmatch(rf"## {number}\. (\S.*)", heading)
-        require(found, begin,
-                f"a change begins with '## {number}. ' and its title")
+        if found is None:
+            raise wrong(begin, f"a change begins with '## {number}. ' and its "
+                        "title")
         parts = [" ".join(part.split()) for part in re.split(
             r"\n\s*\n", BLOCK.sub("\n\n", body).strip()) if part]
         asked, answers = ([part for part in parts if part.startswith(begins)]
@@ -107,8 +114,11 @@ def parse(text, name):
             place = text.index("\n", place) + 1
             require(re.match(r"[+-]\s*\S", row), place,
                     "an anchor is a line of code after + or -")
-        changes.append(Change(found[1], "\n\n".join(prose), tuple(
-            row[0] + row[1:].strip() for row in rows.splitlines()),
-            *(part.split(".** ", 1)[1] for part in asked + answers),
-            checked="".join(asked).startswith(CHECK)))
+        change = Change(found[1], "\n\n".join(prose), tuple(
+            row[0] + row[1:].strip() for row in rows.splitlines()))
+        if asked:
+            change.predict = asked[0].split(".** ", 1)[1]
+            change.answer = answers[0].split(".** ", 1)[1]
+            change.checked = asked[0].startswith(CHECK)
+        changes.append(change)
     return changes

@@ -1,10 +1,14 @@
 """Parts of what a notebook shows: the style, the scripts, links and code."""
 
+from __future__ import annotations
+
 import html
 import json
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Optional
 
 from backstage import ROOT
 from backstage.files import show_path
@@ -20,8 +24,12 @@ from workshop.stages import DESK
 # beside the colour.
 PAGE = Path(__file__).with_name("page")
 
+Span = tuple[str, bool]  # a part of a line, and whether it differs
+# (line number, sign, the line): see workshop/diff/render.py's `rows`
+Row = tuple[Optional[int], str, list[Span]]
 
-def script(name):
+
+def script(name: str) -> str:
     """A script for the page, without the comment above it."""
     text = (PAGE / name).read_text("utf-8")
     text = re.sub("^//.*\n", "", text, flags=re.M).strip()
@@ -41,7 +49,7 @@ it does not follow your script any more.</strong> Run this cell again.</p
 >""" + script("stale.js") + "</div>"
 
 
-def texts(path):
+def texts(path: str) -> str:
     """A script for the page, which looks after what is not shown from here.
 
     path: as below.
@@ -50,7 +58,7 @@ def texts(path):
     return BRING_LINE + TEXTS.replace("DESK", json.dumps(there.as_posix()))
 
 
-def stale(path):
+def stale(path: str) -> str:
     """HTML that says when the view under it is dead.
 
     path: in JupyterLab, of the file into which its kernel writes the time.
@@ -60,19 +68,19 @@ def stale(path):
         "PATH", json.dumps(path)).replace("BORN", str(time.time()))
 
 
-def link(text, line=""):
+def link(text: str, line: str = "") -> str:
     """HTML: JupyterLab opens the attendee's script beside, at the line."""
     path = f"../{show_path(DESK)}{line and f'#line={int(line) - 1}'}"
     return f'<a href="{path}">{text}</a>'
 
 
-def link_lines(text):
+def link_lines(text: str) -> str:
     """The text, in which each line of the attendee's script is a link."""
     return re.sub(r"(?<!\.py, )\bline (\d+)",
                   lambda it: link(it[0], it[1]), text)
 
 
-def code_box(view, about):
+def code_box(view: Iterable[Row], about: str) -> str:
     """The HTML of rows of code; about: its name for those who listen."""
     kinds = {"-": ' class="del" role="deletion"',
              "+": ' class="add" role="insertion"', "": ' class="gap"',
@@ -91,14 +99,14 @@ def code_box(view, about):
                      'pre class="code"')
 
 
-def quote(text):
+def quote(text: str) -> str:
     """HTML of a text, with calls in the place of terminal commands."""
     return quote_text(as_calls(text))
 
 
-def as_calls(text):
+def as_calls(text: str) -> str:
     """The text with calls, for a cell, in the place of terminal commands."""
-    def call(command):
+    def call(command: re.Match[str]) -> str:
         name, *words = command[1].split()
         if words == ["--undo"]:
             name, words = "undo", []
@@ -111,7 +119,7 @@ def as_calls(text):
                   r" [^`]+)`", call, text)
 
 
-def box(text, status=""):
+def box(text: str, status: str = "") -> str:
     """The style, and the HTML that it applies to.
 
     status: a line of text that is read aloud where someone listens.

@@ -1,18 +1,25 @@
 """What is left to change, for people: in a terminal and in a notebook."""
 
+from __future__ import annotations
+
 import html
 import os
 import re
 import textwrap
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
+from pathlib import Path
 
 from backstage.errors import visible
 from backstage.files import show_path
 from workshop.diff import checked, desk
+from workshop.diff.diff import Diff, Edit, Left
 from workshop.diff.page import (
     KEEP_IN_SIGHT,
     KEEP_UNFOLDED,
+    Row,
+    Span,
     box,
     code_box,
     link,
@@ -25,16 +32,16 @@ from workshop.stages import DESK, find
 CONTEXT = 2  # unchanged lines shown above and below a change
 
 
-def wants_hints(environment=os.environ):
+def wants_hints(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether site.sh asks for reasons without the code: WORKSHOP_HINTS."""
     return environment.get("WORKSHOP_HINTS", "no") not in ("", "no", "0")
 
 
-def is_checked(diff):
+def is_checked(diff: Diff) -> bool:
     return checked.has_passed(diff.stage, diff.yours.data)
 
 
-def split(diff):
+def split(diff: Diff) -> tuple[list[Left], list[Left]]:
     """The changes that are left, and those that the check has found right.
 
     The next one to make is the first of what is left.
@@ -44,7 +51,7 @@ def split(diff):
                   key=lambda item: (item.number < diff.at, item.number)), right
 
 
-def headline(diff):
+def headline(diff: Diff) -> str:
     """In one line, how far the script is."""
     name, (left, right) = show_path(diff.yours.path), split(diff)
     if (right or diff.others) and is_checked(diff):
@@ -61,7 +68,7 @@ def headline(diff):
     return text
 
 
-def advice(diff):
+def advice(diff: Diff) -> str:
     """What to do next, in one line."""
     stage, (left, right) = diff.stage, split(diff)
     if is_checked(diff):
@@ -82,14 +89,14 @@ def advice(diff):
     return f"Next: `python -m workshop check {stage}`"
 
 
-def saved(path):
+def saved(path: Path) -> str:
     when = time.localtime(path.stat().st_mtime)
     today = when[:3] == time.localtime()[:3]
     return time.strftime("saved at %H:%M:%S" if today else
                          "saved on %d %B at %H:%M", when)
 
 
-def title(diff, item):
+def title(diff: Diff, item: Left) -> tuple[str, str]:
     """The change's number and name, and its place in the script."""
     i1, i2, j1, j2 = item.edits[0]
     # a removed line is in the script, an added one in the solution
@@ -107,14 +114,15 @@ def title(diff, item):
     return f"{number}{item.title}", where
 
 
-def question(diff, item):
+def question(diff: Diff, item: Left) -> str:
     """What to predict, and the check that tries it, if one does."""
     return item.predict + (
         f" `python -m workshop check {diff.stage} {item.number}` tries it, "
         "before you make the change." * item.checked)
 
 
-def rows(yours, goal, edits, titles=()):
+def rows(yours: list[str], goal: list[str], edits: Sequence[Edit],
+         titles: Iterable[str] = ()) -> Iterator[Row]:
     """The rows (line number or None, sign, [(text, differs)]) of a change.
 
     The sign is " ", "-", "+", "" for a row that stands for a gap, or "@" for a
@@ -138,11 +146,12 @@ def rows(yours, goal, edits, titles=()):
     yield from plain(yours, shown, min(shown + CONTEXT, len(yours)))
 
 
-def plain(lines, begin, end):
+def plain(lines: list[str], begin: int, end: int) -> list[Row]:
     return [(i + 1, " ", [(lines[i], False)]) for i in range(begin, end)]
 
 
-def mark(old, new):
+def mark(old: list[str],
+         new: list[str]) -> tuple[list[list[Span]], list[list[Span]]]:
     """Both as lists of (text, differs); similar lines are compared by word."""
     marked = [[(line, False)] for line in old], [[(line, False)]
                                                  for line in new]
@@ -163,12 +172,12 @@ def mark(old, new):
     return marked
 
 
-def match(a, b):
+def match(a: list[str], b: list[str]) -> SequenceMatcher[str]:
     """difflib's matcher for two lists, with nothing left out."""
     return SequenceMatcher(None, a, b, autojunk=False)
 
 
-def warnings(diff):
+def warnings(diff: Diff) -> Iterator[str]:
     """Lines: where the script is not Python, and what was lost from it."""
     if diff.yours.syntax_error:
         yield f"Not Python yet, {diff.yours.syntax_error}"
@@ -185,13 +194,14 @@ def warnings(diff):
 # ----------------------------------------------------------------- terminal
 
 
-def to_text(diff, colour=False, hints=False, number=None):
+def to_text(diff: Diff, colour: bool = False, hints: bool = False,
+            number: int | None = None) -> str:
     """The view as text; colour: with a terminal's escape sequences.
 
     hints: without the code. number: only that change, a `UserError` if the
     lesson does not have it.
     """
-    def paint(text, *codes):
+    def paint(text: str, *codes: object) -> str:
         start = "".join(f"\033[{code}m" for code in codes)
         return f"{start}{text}\033[0m" if colour and codes and text else text
 
@@ -228,7 +238,7 @@ def to_text(diff, colour=False, hints=False, number=None):
     return "\n".join(out)
 
 
-def wrap(text):
+def wrap(text: str) -> str:
     """The text in lines that fit, an empty one between its paragraphs."""
     return "\n\n".join(textwrap.fill(part, 79) for part in text.split("\n\n"))
 
@@ -236,7 +246,7 @@ def wrap(text):
 # ----------------------------------------------------------------- notebook
 
 
-def to_html(diff, hints=False, whole=False):
+def to_html(diff: Diff, hints: bool = False, whole: bool = False) -> str:
     """The view as HTML: the next change, the others folded below it.
 
     It fits a laptop's screen, so that what there is to do is in sight after
@@ -275,17 +285,17 @@ def to_html(diff, hints=False, whole=False):
                next(iter(warned), headline(diff)))
 
 
-def anchor(diff, number):
+def anchor(diff: Diff, number: int) -> str:
     return f"ws-{diff.stage}-{number}"
 
 
-def strip(diff, left):
+def strip(diff: Diff, left: list[Left]) -> str:
     """A box for each change: made, or a link to it."""
-    left = [item.number for item in left]
+    numbers = [item.number for item in left]
     boxes = []
     for number, change in enumerate(diff.lesson.changes, 1):
-        state = ("next" if [number] == left[:1] else
-                 "left" if number in left else "made")
+        state = ("next" if [number] == numbers[:1] else
+                 "left" if number in numbers else "made")
         name = html.escape(
             f'{number}: {change.title.replace("`", "")} ({state})')
         about = f'class="{state}" title="{name}"'
@@ -296,16 +306,16 @@ def strip(diff, left):
             f'<a {about} aria-label="{name}" href="#{there}" onclick='
             f'"document.getElementById(\'{there}\').open = true">'
             f'{number}</a>')
-    about = f"{diff.total - len(left)} of {diff.total} changes are made"
-    if left:
-        about += f"; the next one is change {left[0]}"
+    about = f"{diff.total - len(numbers)} of {diff.total} changes are made"
+    if numbers:
+        about += f"; the next one is change {numbers[0]}"
     return (f'<div class="strip" role="group" aria-label="{about}">'
             f'{"".join(boxes)}</div>')
 
 
-def change(diff, item, hints):
+def change(diff: Diff, item: Left, hints: bool) -> str:
     """Why, what to predict, the answer folded, and the code."""
-    def fold(summary, content):
+    def fold(summary: str, content: str) -> str:
         id = f"{anchor(diff, item.number)}-{summary.split()[-1].lower()}"
         return folded(summary, content, f' id="{id}"' * bool(item.number))
 
@@ -325,7 +335,7 @@ def change(diff, item, hints):
     return "".join(why) + code
 
 
-def everything(diff):
+def everything(diff: Diff) -> str:
     """All that differs, in the order of the script, with titles."""
     edits = sorted((edit, f"{item.number or ''} {item.title}".lstrip())
                    for item in diff.left + diff.others for edit in item.edits)
@@ -337,28 +347,38 @@ def everything(diff):
                     "All that differs") if edits else ""
 
 
-def between(old, new):
+def find_definition(lines: Iterable[str]) -> str:
+    """Return the name in the first line that defines something, or ""."""
+    for line in lines:
+        found = re.match(r"(?:def|class) (\w+)", line)
+        if found:
+            return found[1]
+    return ""
+
+
+def between(old: str, new: str) -> tuple[str, str]:
     """The changes from a script's text to another's: (HTML, text).
 
     Those of a function or class are folded under its name.
     """
-    old, new = old.splitlines(), new.splitlines()
-    edits = [edit for tag, *edit in match(old, new).get_opcodes()
-             if tag != "equal"]
-    places = {}
+    before, after = old.splitlines(), new.splitlines()
+    edits: list[Edit] = [
+        (i1, i2, j1, j2)
+        for tag, i1, i2, j1, j2 in match(before, after).get_opcodes()
+        if tag != "equal"]
+    places: dict[str, list[Edit]] = {}
     for edit in edits:
         i1, i2, j1, j2 = edit
-        first = next(filter(None, old[i1:i2] or new[j1:j2]), "")
-        place = next(filter(None, (re.match(r"(?:def|class) (\w+)", line)
-                                   for line in [first, *old[:i1][::-1]])), "")
-        places.setdefault(place and place[1], []).append(edit)
+        first = next(filter(None, before[i1:i2] or after[j1:j2]), "")
+        place = find_definition([first, *before[:i1][::-1]])
+        places.setdefault(place, []).append(edit)
     parts = [folded(
         f"<code>{name or 'outside any function'}</code>: "
         f"{sum(i2 - i1 for i1, i2, *_ in some)} removed, "
         f"{sum(j2 - j1 for *_, j1, j2 in some)} added",
-        code_box(rows(old, new, some), "The changes there"))
+        code_box(rows(before, after, some), "The changes there"))
         for name, some in places.items()]
-    view = list(rows(old, new, edits)) if edits else []
+    view = list(rows(before, after, edits)) if edits else []
     text = "\n".join(f"{line or '':>5} {sign or '...'} "
                      + "".join(part for part, _ in parts)
                      for line, sign, parts in view)

@@ -9,6 +9,7 @@ it" and the other questions from the notebooks, where the answers are folded.
 
 from __future__ import annotations  # for Python 3.9
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -23,7 +24,7 @@ FOLDED = re.compile(
     r"<details><summary>Answer</summary>\n(.*?)</details>", re.S)
 
 
-def predictions(stage):
+def predictions(stage: str) -> list[str]:
     """The Markdown of a lesson's questions, by change."""
     return [f"## {number}. {change.title}\n\n**Predict.** {change.predict}"
             f"\n\n**Answer.** {change.answer}"
@@ -31,7 +32,7 @@ def predictions(stage):
             if change.predict]
 
 
-def unfolded(notebook):
+def unfolded(notebook: Path) -> list[str]:
     """The Markdown of the cells that have folded answers.
 
     notebook: its path.
@@ -60,13 +61,13 @@ def notebooks(minutes: int | None) -> list[Path]:
     return [found[name] for name in names if name in found]
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("lesson", nargs="?", help="ddp, collectives, ...")
     parser.add_argument("--minutes", type=int, choices=LENGTHS,
                         help="the lessons of a session of this length alone")
 
 
-def main(args):
+def main(args: argparse.Namespace) -> None:
     """Print the answers of all lessons, or of one: a stage or a notebook.
 
     In the order in which the plan has them.

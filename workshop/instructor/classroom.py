@@ -6,6 +6,9 @@ shows all of them, without names. Nothing is written for anyone else.
 Only the standard library, from Python 3.9 on; Jinja draws the page.
 """
 
+from __future__ import annotations
+
+import argparse
 import hashlib
 import json
 import os
@@ -14,16 +17,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Any, Literal, NoReturn
 
 from backstage import ROOT
 from backstage.errors import UserError, require
-from backstage.files import require_like, write_atomically
+from backstage.files import StrPath, require_like, write_atomically
 from rankcheck.system.errors import read_regular
 from workshop.diff import documents
+from workshop.diff.diff import Diff
 from workshop.diff.page import PAGE, quote
 from workshop.html import BLUE, ORANGE, may_replace
 from workshop.stages import LESSONS, STAGES, batch_files
@@ -49,7 +54,7 @@ MARK = "made by python -m workshop class, which replaces it"
 # ---------------------------------------------------------------- attendees
 
 
-def note(stage, **what):
+def note(stage: str, **what: Any) -> None:
     """Add a line to my file in the class's folder, if I take part."""
     folder = os.environ.get("WORKSHOP_CLASS")
     if not folder:
@@ -63,11 +68,11 @@ def note(stage, **what):
                        stderr=subprocess.DEVNULL)
 
 
-def note_diff(diff):
+def note_diff(diff: Diff) -> None:
     note(diff.stage, left=[item.number for item in diff.left])
 
 
-def my_name():
+def my_name() -> str:
     """The same at each call in this clone, and no name."""
     return hashlib.sha256(f"{os.getuid()} {ROOT}".encode()).hexdigest()[:12]
 
@@ -80,13 +85,13 @@ class Person:
     """What is known of somebody who takes part."""
 
     stage: str  # of the lesson
-    left: list  # the numbers of the changes that are left
+    left: list[int]  # the numbers of the changes that are left
     since: float  # when this last changed, in seconds since 1970
-    right: Optional[bool]  # the last check's answer, None before the first
+    right: bool | None  # the last check's answer, None before the first
     mistake: str  # the question that it was about
 
 
-def read(folder):
+def read(folder: StrPath) -> list[Person]:
     """A `Person` for each file that has a line which can be read."""
     people = []
     for file in sorted(Path(folder).glob("*.jsonl")):
@@ -98,7 +103,7 @@ def read(folder):
     return people
 
 
-def read_lines(text):
+def read_lines(text: str) -> Iterator[dict[str, Any]]:
     """The lines that are whole, and as `note` writes them."""
     for line in text.splitlines():
         with suppress(ValueError, RecursionError, TypeError, UserError):
@@ -110,7 +115,7 @@ def read_lines(text):
                 yield said
 
 
-def summarise(lines):
+def summarise(lines: list[dict[str, Any]]) -> Person:
     """What somebody's lines say about the lesson of the last one."""
     lines.sort(key=lambda line: line["time"])
     stage = lines[-1]["stage"]
@@ -127,7 +132,7 @@ def summarise(lines):
     return Person(stage, left, since, right, mistake)
 
 
-def draw(people, jobs, now):
+def draw(people: list[Person], jobs: str, now: float) -> str:
     """The page: a row for each person, those with the most changes first; and
     how many people each change is the next one of.
 
@@ -156,12 +161,12 @@ def draw(people, jobs, now):
         when=time.strftime("%H:%M:%S", time.localtime(now)))
 
 
-def is_long(person, now):
+def is_long(person: Person, now: float) -> bool:
     """Whether somebody waits: also with all changes, if they are not right."""
     return not person.right and now - person.since > LONG
 
 
-def describe(person, now):
+def describe(person: Person, now: float) -> str:
     """What stands behind a row."""
     if person.right:
         return "right"
@@ -171,7 +176,7 @@ def describe(person, now):
     return ", ".join(words)
 
 
-def count_jobs():
+def count_jobs() -> str:
     """The course's jobs in the queue, in a line; "" where there is no SLURM.
     """
     if not shutil.which("squeue"):
@@ -188,14 +193,14 @@ def count_jobs():
             f"{states['RUNNING']} run.")
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", help="the shared one that WORKSHOP_CLASS "
                         "names")
     parser.add_argument("-o", "--output", default="class.html",
                         help="the page (class.html)")
 
 
-def main(args):
+def main(args: argparse.Namespace) -> NoReturn:
     """Write the page again and again, until Ctrl-C."""
     folder, output = args.folder, args.output
     require(Path(folder).is_dir(), f"{folder} is no folder: make it with "

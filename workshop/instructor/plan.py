@@ -33,8 +33,9 @@ def read_plan() -> dict[str, Row]:
     """Return the rows of the plan by their names, in its order."""
     text = (ROOT / "docs" / "INSTRUCTOR.md").read_text("utf-8")
     require(HEADING in text, f"docs/INSTRUCTOR.md has no table {HEADING}")
-    columns = (*LENGTHS, MORE)
-    rows, name, where = {}, "", ""
+    columns: tuple[int | str, ...] = (*LENGTHS, MORE)
+    rows: dict[str, Row] = {}
+    name, where = "", ""
     for line in text[text.index(HEADING):].splitlines()[2:]:
         if not line.startswith("|"):
             break

@@ -4,6 +4,9 @@ What is edited is copied before; the desk's script stays. Where an edit and the
 course do not go together, the edit is in the copy and in the stash.
 """
 
+from __future__ import annotations
+
+import argparse
 import os
 import shutil
 import signal
@@ -22,7 +25,7 @@ ASIDE = FOLDER / "aside"  # the desk's script while git renews the others
 CHANGED = "diff", "--name-only", "--no-renames", "-z"
 
 
-def main(args):
+def main(args: argparse.Namespace) -> None:
     """`python -m workshop update`; raises `UserError` if it cannot be done."""
     merge = ROOT / git.run("rev-parse", "--git-path", "MERGE_HEAD", advice="\
 get the course with `git clone`, and copy your code/train_gpt2.py into that")
@@ -37,7 +40,8 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
     git.run("fetch", "--quiet")
     newest = git.run("log", "-1", f"--format={source}, %h of %cs, %s", source)
     if not (news := git.names(*CHANGED, f"HEAD...{source}")):
-        return print(f"nothing new in {visible(newest)}")
+        print(f"nothing new in {visible(newest)}")
+        return
     with locked_desk():
         copies = copy_edits({name for name in news if name.endswith(".ipynb")})
         in_the_way = git.names("ls-files", "--killed", "-z") | {
@@ -83,7 +87,7 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
           "reopen those that are open, then run `source activate.sh` again.")
 
 
-def put_back(edited: object) -> "Path | None":
+def put_back(edited: object) -> Path | None:
     """Move the script that is aside to the desk, or to the backups.
 
     edited: whether somebody has saved another script there meanwhile. Returns
@@ -126,7 +130,7 @@ def store_autostash() -> None:
               "are in `git stash list`")
 
 
-def copy_edits(more):
+def copy_edits(more: set[str]) -> str:
     """Copy what is edited, and these, into a folder of this moment: its name.
 
     What is staged, in states that no file may have any more, is there, too.

@@ -9,13 +9,21 @@ hang, fail or mix up messages, as it happens. A `Send` waits until its message
 is received, which MPI allows and does with long messages.
 """
 
+from __future__ import annotations
+
 import os
 import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpi4py import MPI
 
 from rankcheck.why import calls
 
+if TYPE_CHECKING:  # it imports torch
+    from rankcheck.record.recorder import Log
+
+module: Any = MPI  # in which names are replaced
 # Those of a topology are another class's
 COLLECTIVES = tuple(name for name in calls.COLLECTIVES
                     if hasattr(MPI.Intracomm, name))
@@ -29,41 +37,46 @@ RECEIVED = ("Recv", "recv")
 LONGEST = 0.02  # seconds between two looks
 
 
-def install(nodes, log):
+def install(nodes: int, log: Log) -> None:
     """Let MPI.COMM_WORLD sleep while it waits.
 
     nodes: on how many nodes the ranks are to believe they are. log: the
     `Log` that is told of each call.
     """
-    MPI.COMM_WORLD = SleepingComm.adopt(MPI.COMM_WORLD)
+    module.COMM_WORLD = SleepingComm.adopt(MPI.COMM_WORLD)
     SleepingComm.nodes, SleepingComm.log = nodes, log
 
 
 class SleepingComm(MPI.Intracomm):
     """A communicator whose ranks sleep while they wait."""
 
+    nodes: int
+    log: Log
+    apart: MPI.Intracomm
+
     @classmethod
-    def adopt(cls, comm):
+    def adopt(cls, comm: MPI.Comm) -> SleepingComm:
         """The same communicator, but it sleeps. All its ranks."""
         asleep = cls(comm)
         # what the ranks say of themselves is apart from their messages
         asleep.apart = MPI.Intracomm.Dup(MPI.Intracomm(comm))
         return asleep
 
-    def Split(self, *args, **kwargs):
+    def Split(self, *args: Any, **kwargs: Any) -> SleepingComm:
         return self.adopt(MPI.Intracomm(self).Split(*args, **kwargs))
 
-    def Split_type(self, split_type, key=0, info=MPI.INFO_NULL):
+    def Split_type(self, split_type: int, key: int = 0,
+                   info: MPI.Info = MPI.INFO_NULL) -> SleepingComm:
         if self.nodes > 1 and split_type == MPI.COMM_TYPE_SHARED:
             node = self.rank * self.nodes // self.size
             return self.Split(node, self.rank)
         return self.adopt(
             MPI.Intracomm(self).Split_type(split_type, key, info))
 
-    def Dup(self, info=None):
+    def Dup(self, info: MPI.Info | None = None) -> SleepingComm:
         return self.adopt(MPI.Intracomm(self).Dup(info))
 
-    def Abort(self, errorcode=0):
+    def Abort(self, errorcode: int = 0) -> NoReturn:
         """End all ranks: mpirun does so when one ends with an error.
 
         MPI's own Abort waits for mpirun and holds Python's lock meanwhile. It
@@ -76,29 +89,29 @@ SleepingComm.__name__ = "mpi4py.MPI.Intracomm"  # so errors call it
 
 
 class SleepingRequest(MPI.Request):
-    def Wait(self, status=None):
+    def Wait(self, status: MPI.Status | None = None) -> Any:
         sleep_until(self.Get_status)
         return super().Wait(status)
 
-    def wait(self, status=None):
+    def wait(self, status: MPI.Status | None = None) -> Any:
         sleep_until(self.Get_status)
         return super().wait(status)
 
     @classmethod
-    def Waitall(cls, requests, statuses=None):
+    def Waitall(cls, requests: Any, statuses: Any = None) -> Any:
         for request in requests:
             sleep_until(request.Test)
         return True
 
     @classmethod
-    def waitall(cls, requests, statuses=None):
+    def waitall(cls, requests: Any, statuses: Any = None) -> Any:
         return [request.wait() for request in requests]
 
 
-MPI.Request = SleepingRequest
+module.Request = SleepingRequest
 
 
-def sleep_until(done):
+def sleep_until(done: Callable[[], object]) -> None:
     """Return once done() is true; the pauses between two looks grow."""
     pause = 2e-5
     while not done():
@@ -106,7 +119,7 @@ def sleep_until(done):
         pause = min(LONGEST, 1.5 * pause)
 
 
-def count(args):
+def count(args: Sequence[Any]) -> int:
     """How many elements the first buffer or object among `args` has."""
     for arg in args:
         if isinstance(arg, (list, tuple)) and arg:
@@ -123,11 +136,11 @@ def count(args):
 # ---------------------------------------------- the methods of a SleepingComm
 
 
-def add(name):
+def add(name: str) -> None:
     """Give `SleepingComm` a method, which stack traces call by that name."""
     plain = getattr(MPI.Intracomm, SENT.get(name, name))
 
-    def method(self, *args, **kwargs):
+    def method(self: SleepingComm, *args: Any, **kwargs: Any) -> Any:
         elements = count([*args, *kwargs.values()])
         self.log.tell("call", name.lower(), elements)
         if name in COLLECTIVES:  # until all ranks have come to this one
@@ -137,11 +150,14 @@ def add(name):
             sleep_until(lambda: theirs == mine * self.size)
             return plain(self, *args, **kwargs)
         request = plain(self, *args, **kwargs)
-        return (sleep_until(request.Test) if name in SENT else
-                SleepingRequest(request))
+        if name in SENT:
+            sleep_until(request.Test)
+            return None
+        return SleepingRequest(request)
 
-    def receive(self, buf=None, source=MPI.ANY_SOURCE, tag=MPI.ANY_TAG,
-                status=None):
+    def receive(
+            self: SleepingComm, buf: Any = None, source: int = MPI.ANY_SOURCE,
+            tag: int = MPI.ANY_TAG, status: Any = None) -> Any:
         self.log.tell("call", name.lower(), count([buf]))
         sleep_until(lambda: self.Iprobe(source, tag))
         return plain(self, buf, source, tag, status)

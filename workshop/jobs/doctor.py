@@ -5,6 +5,9 @@ It works without torch, too: then the questions that need torch say so. With
 script, it does an all-reduce: the doctor starts that as several processes.
 """
 
+from __future__ import annotations
+
+import argparse
 import importlib.util
 import os
 import re
@@ -14,6 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from backstage import ROOT
 from backstage.errors import UserError, explain, require, run_main
@@ -29,13 +33,13 @@ ROOM = 4.5  # GB: three times 124M parameters with AdamW's moments, in fp32
 ACTIVATE = "run `source activate.sh` (the first time it needs a network)"
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", action="store_true", help="check "
                         "all processes that a launcher has started: do they "
                         "reach each other, how fast?")
 
 
-def main(args):
+def main(args: argparse.Namespace) -> int:
     """Print the answers; return 1, the exit status, if anything is to do."""
     if args.ranks:
         join_world()
@@ -65,14 +69,14 @@ def main(args):
     return int(status)
 
 
-def ask_course():
+def ask_course() -> str:
     require_originals()
     site = ROOT / "site.sh"
     return f"commit {name_commit()}; site file " + (
         str(site) if site.is_file() else f"none, there is no {site}")
 
 
-def name_commit():
+def name_commit() -> str:
     """The commit of this clone; "-dirty" if files were changed since."""
     try:
         return git.run("describe", "--always", "--dirty", "--exclude=*")
@@ -80,7 +84,7 @@ def name_commit():
         return "unknown, not a git clone that you may read"
 
 
-def ask_python():
+def ask_python() -> str:
     version = ".".join(str(part) for part in sys.version_info[:3])
     require(sys.version_info >= (3, 10), f"{version}, {sys.executable}: a run "
             "needs 3.10 to 3.14: load a module for it in site.sh (see "
@@ -88,7 +92,7 @@ def ask_python():
     return f"{version}, {sys.executable}"
 
 
-def ask_environment():
+def ask_environment() -> str:
     require(sys.prefix != sys.base_prefix, f"none is active: {ACTIVATE}")
     folder = Path(sys.prefix)
     if folder.stat().st_uid == os.getuid():
@@ -100,14 +104,14 @@ def ask_environment():
     return f"{folder} (shared, {owner} keeps it up to date)"
 
 
-def ask_packages():
+def ask_packages() -> str:
     missing = [name for name in PACKAGES
                if importlib.util.find_spec(name) is None]
     require(not missing, f"{', '.join(missing)} missing: {ACTIVATE}")
     return ", ".join(PACKAGES)
 
 
-def ask_device():
+def ask_device() -> str:
     import torch
 
     from backstage.device import device_name, find_gpu
@@ -132,7 +136,7 @@ def ask_device():
     return answer
 
 
-def name_driver(root=Path("/")):
+def name_driver(root: Path = Path("/")) -> str:
     """The version of NVIDIA's driver, as part of a sentence."""
     try:
         text = (root / "proc/driver/nvidia/version").read_text()
@@ -143,7 +147,7 @@ def name_driver(root=Path("/")):
     return f"the NVIDIA driver is {found[1] if found else 'unknown'}"
 
 
-def name_libraries():
+def name_libraries() -> str:
     """NCCL and cuDNN, as they are loaded, and where from.
 
     Those of a module for CUDA come before those that this PyTorch was built
@@ -170,7 +174,7 @@ def name_libraries():
     return ", ".join(answers)
 
 
-def ask_processes():
+def ask_processes() -> str:
     """Whether two processes reach each other."""
     import torch
 
@@ -187,7 +191,7 @@ def ask_processes():
     return start_ranks(2, device)
 
 
-def ask_mpi():
+def ask_mpi() -> str:
     """Whether mpirun starts more ranks than a small machine has cores."""
     from workshop.jobs.mpirun import Mpirun, require_mpirun
 
@@ -200,7 +204,7 @@ def ask_mpi():
     return start_ranks(4, "by MPI", launcher=Mpirun())
 
 
-def start_ranks(number, device, **options):
+def start_ranks(number: int, device: str, **options: Any) -> str:
     """What so many processes on this machine say of their all-reduce."""
     from rankcheck.engine.ranks import launch
     from rankcheck.engine.scratch import scratch_folder
@@ -217,7 +221,7 @@ def start_ranks(number, device, **options):
             f"{time.monotonic() - begin:.1f} s")
 
 
-def ask_data():
+def ask_data() -> str:
     folders = [ROOT / "fineweb" / "demo", ROOT / "fineweb" / "edu_fineweb10B"]
     named = os.environ.get("WORKSHOP_DATA")
     if named:
@@ -233,7 +237,7 @@ def ask_data():
         for folder in folders if folder.is_dir())
 
 
-def ask_vocabulary():
+def ask_vocabulary() -> str:
     """Whether text can be generated without a network."""
     from backstage import dataset
 
@@ -244,7 +248,7 @@ def ask_vocabulary():
     return f"the demo dataset's has {demo.n_vocab:,} tokens; {gpt2}"
 
 
-def ask_write_access():
+def ask_write_access() -> str:
     for folder in (ROOT / "code", ROOT / "runs"):
         while not folder.exists():
             folder = folder.parent
@@ -256,7 +260,7 @@ def ask_write_access():
     return f"{ROOT}, {free:,.0f} GB free on this disk"
 
 
-def ask_slurm():
+def ask_slurm() -> str:
     if not shutil.which("sbatch"):
         return "not on this machine" + (
             ", but PBS is: see batchfiles/README.md" if shutil.which("qsub")
@@ -276,7 +280,7 @@ def ask_slurm():
         "name them in site.sh if your site wants them")
 
 
-def all_reduce(device):
+def all_reduce(device: str) -> None:
     """Sum a one from each rank; rank 0 prints how many there were, over what.
 
     device: "auto", "cpu", ..., or "by MPI".
@@ -293,16 +297,16 @@ def all_reduce(device):
 
         from backstage.device import use_device
 
-        device = use_device(device, int(os.environ["LOCAL_RANK"]))
-        over = dist.get_default_backend_for_device(device)
+        used = use_device(device, int(os.environ["LOCAL_RANK"]))
+        over = dist.get_default_backend_for_device(used)
         dist.init_process_group(
-            over, device_id=None if device.type == "cpu" else device)
-        ones = torch.ones(1, device=device)
+            over, device_id=None if used.type == "cpu" else used)
+        ones = torch.ones(1, device=used)
         dist.all_reduce(ones)
-        rank, total = dist.get_rank(), ones.item()
+        rank, total = dist.get_rank(), int(ones.item())
         leave = dist.destroy_process_group
     if rank == 0:
-        print(f"all-reduce over {total:.0f} processes with {over}")
+        print(f"all-reduce over {total} processes with {over}")
     leave()
 
 

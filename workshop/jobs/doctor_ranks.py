@@ -4,12 +4,15 @@ Under any launcher: who each rank is, whether they train one model together,
 how fast they reach each other, and over which network.
 """
 
+from __future__ import annotations
+
 import datetime
 import json
 import os
 import re
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -28,7 +31,7 @@ STEPS = 10  # of training
 INSIDE, BETWEEN = "in the nodes", "between nodes"
 
 
-def ask_ranks():
+def ask_ranks() -> int:
     """Ask all ranks; rank 0 prints a line for each answer. All ranks.
 
     The result, an exit status, is 1 if anything is to be done.
@@ -59,12 +62,12 @@ def ask_ranks():
     return int(not right)
 
 
-def say(answer, right=True):
+def say(answer: str, right: bool = True) -> None:
     if dist.get_rank() == 0:
         print(f"{'ok' if right else 'TO DO':5}  {answer}", flush=True)
 
 
-def train(device):
+def train(device: torch.device) -> bool:
     """Train a tiny model with DDP; whether all ranks have the same weights.
 
     Every rank has its own samples of one rule, so the loss falls. All ranks.
@@ -94,7 +97,7 @@ def train(device):
     return right
 
 
-def time_all_reduces(device, hosts):
+def time_all_reduces(device: torch.device, hosts: list[str]) -> bool:
     """Time an all-reduce over all ranks, in each node, and between nodes.
 
     hosts: each rank's. Returns whether all sums were right. All ranks.
@@ -119,7 +122,8 @@ def time_all_reduces(device, hosts):
     return right
 
 
-def time_all_reduce(device, groups, name):
+def time_all_reduce(device: torch.device, groups: list[list[int]],
+                    name: str) -> tuple[bool, float]:
     """Time one in each of the groups, lists of ranks, at the same time.
 
     Returns whether its sums were right, and gigabytes per second. All ranks.
@@ -158,7 +162,7 @@ def time_all_reduce(device, groups, name):
 # ----------------------------------------------------------- which network
 
 
-def name_network(log):
+def name_network(log: Path | None) -> str:
     """What this rank talks over, such as "eth0, not InfiniBand".
 
     log: the file that NCCL writes, or None.
@@ -169,7 +173,7 @@ def name_network(log):
     return " and ".join(sorted(describe(name) for name in names))
 
 
-def read_nccl_log(text):
+def read_nccl_log(text: str) -> str:
     """The network that NCCL says it uses between nodes, in its own words."""
     # NET/IB : Using [0]mlx5_0:1/IB ..., or NET/Socket : Using [0]eth0:10.0...
     used = re.findall(r"NET/(\S+) : Using (?:\[\d+\])?([^\s:/]+)", text)
@@ -191,7 +195,7 @@ def read_nccl_log(text):
     return f"{describe(name)}, by NCCL between the nodes"
 
 
-def find_interfaces():
+def find_interfaces() -> Iterator[str]:
     """The network interfaces of this process's connections to other ranks.
 
     The connection to the store, at MASTER_PORT, is none.
@@ -206,7 +210,7 @@ def find_interfaces():
             yield "lo" if loopback else names.get(here, here)
 
 
-def describe(interface, sys_folder=Path("/sys/class")):
+def describe(interface: str, sys_folder: Path = Path("/sys/class")) -> str:
     if interface == "lo":
         return "lo, inside the node"
     try:

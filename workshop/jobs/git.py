@@ -1,10 +1,13 @@
 """Git, in this clone of the course alone."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 
 from backstage import ROOT
 from backstage.errors import UserError, require
+from backstage.files import StrPath
 
 # Variables of how git reaches a server, whose settings it reads, who commits;
 # all others, which may name another repository, are taken out.
@@ -19,7 +22,8 @@ OURS = {"GIT_CEILING_DIRECTORIES": str(ROOT.parent),  # no repository around it
         "GIT_CONFIG_VALUE_0": os.devnull}
 
 
-def run(*words, advice="nothing is lost; settle this, then try again"):
+def run(*words: StrPath,
+        advice: str = "nothing is lost; settle this, then try again") -> str:
     """What git prints; raises a `UserError` with its reason if it fails."""
     env = {name: value for name, value in os.environ.items()
            if not name.startswith("GIT_") or name.startswith(KEPT)} | OURS
@@ -35,6 +39,6 @@ def run(*words, advice="nothing is lost; settle this, then try again"):
     return os.fsdecode(git.stdout).strip("\n")
 
 
-def names(*words):
+def names(*words: StrPath) -> set[str]:
     """The set of file names that git prints, whatever their characters."""
     return {*run(*words).split("\0")} - {""}

@@ -1,15 +1,18 @@
 """Find and run the workshop's own Python from another, a portal's kernel."""
 
+from __future__ import annotations
+
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from backstage import ROOT
-from backstage.errors import require
+from backstage.errors import UserError
 from rankcheck.engine.exits import SAID
 from rankcheck.system.errors import KILLED
 from workshop import SOURCES
@@ -31,7 +34,7 @@ exec "$venv/bin/python" "$@"
 """
 
 
-def find():
+def find() -> list[str]:
     """The command that starts the workshop's Python, a list.
 
     Raises `UserError` if there is none.
@@ -50,18 +53,19 @@ def find():
             continue
         if probe.returncode == 0:
             return command
-    require(False, "the workshop's environment does not exist yet: run "
-            f"`source activate.sh` in a terminal, in {ROOT}")
+    raise UserError(
+        "the workshop's environment does not exist yet: run `source "
+        f"activate.sh` in a terminal, in {ROOT}")
 
 
-def archive():
+def archive() -> str:
     """The archive from which this Python's environment was unpacked, or ""."""
     marker = Path(sys.prefix, "workshop-base")
     said = marker.read_text() if marker.exists() else ""
     return next(iter(re.findall("^archive=(.*)$", said, re.M)), "")
 
 
-def variables():
+def variables() -> dict[str, str]:
     """Its environment variables: as in activate.sh, without a kernel's.
 
     A kernel asks for colours, and a cell of ours shows their codes.
@@ -77,7 +81,7 @@ def variables():
     return env
 
 
-def site_variables():
+def site_variables() -> dict[str, str]:
     """The environment, with what site.sh exports."""
     if not (ROOT / "site.sh").exists() or not shutil.which("bash"):
         return dict(os.environ)
@@ -92,7 +96,7 @@ def site_variables():
     return {name: value for name, _, value in sorted(pairs)}
 
 
-def sbatch_variables():
+def sbatch_variables() -> dict[str, str]:
     """What `sbatch` passes on, as after activate.sh.
 
     That is this clone, and what site.sh sets: account, partition and so on.
@@ -101,19 +105,21 @@ def sbatch_variables():
             if name.startswith("SBATCH_")} | {"WORKSHOP": str(ROOT)}
 
 
-def run(*arguments, on_line):
+def run(*arguments: object, on_line: Callable[[str], object]) -> int:
     """Run `python arguments...` there; returns its exit status.
 
     on_line: a function that gets each line that it prints, as it comes.
     Raises `UserError` if there is no environment.
     """
     with start(*arguments, stdin=subprocess.DEVNULL, alone=False) as process:
+        printed = process.stdout
+        assert printed is not None  # `start` makes a pipe
         try:
-            for line in process.stdout:
+            for line in printed:
                 on_line(line)
         except KeyboardInterrupt:  # the kernel's stop button
             process.terminate()
-            for line in process.stdout:
+            for line in printed:
                 on_line(line)  # a run saves a checkpoint, says how to go on
             print("interrupted")
     if process.returncode == -signal.SIGKILL:
@@ -121,7 +127,8 @@ def run(*arguments, on_line):
     return process.returncode
 
 
-def start(*arguments, stdin=subprocess.PIPE, alone=True):
+def start(*arguments: object, stdin: int = subprocess.PIPE,
+          alone: bool = True) -> subprocess.Popen[str]:
     """Start `python arguments...` there: a process with pipes, for a dialogue.
 
     alone: in a session of its own, Ctrl-C, or a kernel's stop button, does not
@@ -134,7 +141,7 @@ def start(*arguments, stdin=subprocess.PIPE, alone=True):
         stderr=subprocess.STDOUT, start_new_session=alone)
 
 
-def last_line(output, silent="no message"):
+def last_line(output: str, silent: str = "no message") -> str:
     """What went wrong: the script's own first error, else its last line."""
     lines = [line for line in output.splitlines() if line.strip()]
     own = [found[1] for found in map(SAID.match, lines) if found]

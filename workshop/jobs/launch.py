@@ -9,17 +9,21 @@ doctor's questions to all ranks in the same way.
 Only the standard library, from Python 3.9 on.
 """
 
+from __future__ import annotations
+
+import argparse
 import os
 import re
 import shlex
 import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from tempfile import gettempdir
 
 from backstage import ROOT
 from backstage.errors import UserError, require
+from rankcheck.system.command_line import Parser
 from rankcheck.system.errors import read_regular
 from rankcheck.why.start import begin, switch_on
 from workshop.diff import desk
@@ -48,16 +52,17 @@ class Place:
     """Where the processes will be."""
 
     name: str  # of the job, or ""
-    hosts: list
+    hosts: list[str]
     per_host: int  # processes
     scheduler: str = ""  # "SLURM", "PBS", or "" on a machine of your own
 
-    def __str__(self):
+    def __str__(self) -> str:
         return (f"{self.name or 'no job'}: {len(self.hosts)} x "
                 f"{self.per_host} processes, on {' '.join(self.hosts)}")
 
 
-def find_place(env, count_devices):
+def find_place(env: Mapping[str, str],
+               count_devices: Callable[[], int]) -> Place:
     """Where we are. count_devices: a function that counts this machine's.
 
     Raises a `UserError` if the job does not say how many processes it wants.
@@ -87,20 +92,24 @@ def find_place(env, count_devices):
     return Place("", ["this machine"], count_devices() or 2)
 
 
-def numbers(env, name):
+def numbers(env: Mapping[str, str], name: str) -> list[int]:
     """Those in a variable of SLURM's, such as 2, 4(x2),1 or a100:4.
 
     Raises a `UserError` if it holds something else.
     """
     words = [word for word in env.get(name, "").split(",") if word]
-    found = [re.fullmatch(r"(?:[^,]*:)?([0-9]{1,5})(\(x[0-9]+\))?", word)
-             for word in words]
-    require(all(found), f"{name} is {env.get(name)!r:.40}, which says no "
-            f"number: unset {name}")
-    return [int(one[1]) for one in found]
+    counts = []
+    for word in words:
+        found = re.fullmatch(r"(?:[^,]*:)?([0-9]{1,5})(\(x[0-9]+\))?", word)
+        if found is None:
+            raise UserError(f"{name} is {env.get(name)!r:.40}, which says no "
+                            f"number: unset {name}")
+        counts.append(int(found[1]))
+    return counts
 
 
-def make_command(place, launcher, program, env):
+def make_command(place: Place, launcher: str, program: list[str],
+                 env: Mapping[str, str]) -> list[str]:
     """The command, a list.
 
     launcher: of the program's processes, as in the registry of stages.
@@ -115,8 +124,8 @@ def make_command(place, launcher, program, env):
         cores = env.get("NCPUS", "")  # of a node
         if cores.isdecimal() and cores == env.get("OMP_NUM_THREADS"):
             # PBS has set it, for one process on each node
-            cores = max(1, int(cores) // place.per_host)
-            python = ["env", f"OMP_NUM_THREADS={cores}", *python]
+            threads = max(1, int(cores) // place.per_host)
+            python = ["env", f"OMP_NUM_THREADS={threads}", *python]
     if place.scheduler:
         return [*on_each_host(place, place.per_host, env), *python, *program]
     if mpi:
@@ -138,13 +147,14 @@ def unset(env: Mapping[str, str], pattern: re.Pattern[str]) -> list[str]:
     return ["env", *words] if words else []
 
 
-def on_each_host(place, processes, env):
+def on_each_host(place: Place, processes: int,
+                 env: Mapping[str, str]) -> list[str]:
     """What starts a program so many times on each of the job's nodes."""
     total = len(place.hosts) * processes
     if place.scheduler == "SLURM":
-        cores = (numbers(env, "SLURM_CPUS_ON_NODE")  # salloc has the other
-                 or numbers(env, "SLURM_JOB_CPUS_PER_NODE") or [1])
-        cores = max(1, min(cores) // processes)
+        counts = (numbers(env, "SLURM_CPUS_ON_NODE")  # salloc has the other
+                  or numbers(env, "SLURM_JOB_CPUS_PER_NODE") or [1])
+        cores = max(1, min(counts) // processes)
         return [*unset(env, OPTIONS), "srun", f"--nodes={len(place.hosts)}",
                 f"--ntasks={total}", f"--ntasks-per-node={processes}",
                 f"--cpus-per-task={cores}", "--overlap",
@@ -156,15 +166,15 @@ def on_each_host(place, processes, env):
     return ["mpiexec", "-n", str(total), *per_host, str(processes)]
 
 
-def is_open_mpi(program):
+def is_open_mpi(program: str) -> bool:
     """Whether it is Open MPI's, which binds a process to a core or two."""
     return "Open" in ask(program, "--version")
 
 
-def add_arguments(parser):
+def add_arguments(parser: Parser) -> None:
     parser.after = "the script's own"
-    parser.description += (" The command is printed first. What follows -- "
-                           "are the script's own flags.")
+    parser.description = (f"{parser.description} The command is printed "
+                          "first. What follows -- are the script's own flags.")
     parser.add_argument("stage", choices=[*STAGES, "doctor"], help="the stage:"
                         " your script if it has passed the check, else the "
                         "solution; or the doctor, who asks all ranks")
@@ -172,7 +182,7 @@ def add_arguments(parser):
                         help="only print the command")
 
 
-def main(args):
+def main(args: argparse.Namespace) -> None:
     """Print the command, and become it unless dry."""
     stage, flags = args.stage, args.flags
     env = switch_on(os.environ)
@@ -185,7 +195,8 @@ def main(args):
         script, why = desk.choose(stage)
         program = [str(script), *flags]
     command = make_command(place, launcher, program, env)
-    archive, first = interpreter.archive(), []
+    archive = interpreter.archive()
+    first: list[str] = []
     starts_on_nodes = bool(place.scheduler) and command[0] != "python"
     if archive and starts_on_nodes:
         # another node may not have unpacked it yet
@@ -211,7 +222,7 @@ def main(args):
         raise UserError(f"{command[0]} {NOT_HERE}") from error
 
 
-def ask(*command):
+def ask(*command: str) -> str:
     """What a program says; a `UserError` if it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True,
@@ -223,7 +234,7 @@ def ask(*command):
                         "run it here to see why") from error
 
 
-def count_devices():
+def count_devices() -> int:
     """The accelerators that torch can use on this machine."""
     import torch
 

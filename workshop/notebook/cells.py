@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
@@ -371,8 +372,9 @@ def step(name):
 def runs(*folders):
     """A table of the runs in the pictures, and which runs are left out."""
     found, notes = results.find([*map(str, folders)])
-    rows = [("run", "stage", "device", "steps", "last loss", "tokens/s",
-             "GiB on rank 0", "MB sent a step")]
+    rows: list[tuple[Any, ...]] = [
+        ("run", "stage", "device", "steps", "last loss", "tokens/s",
+         "GiB on rank 0", "MB sent a step")]
     rows += [(show_path(run.folder), run.name, run.device, len(run.rows),
               f"{run.rows[-1]['loss']:.4f}", f"{run.tokens_per_second:,.0f}",
               "?" if run.memory is None else f"{run.memory / 2**30:.1f}",

@@ -3,8 +3,9 @@
 import json
 import re
 import time
+from typing import Any
 
-from backstage.errors import UserError, require
+from backstage.errors import UserError
 from workshop.diff import page
 from workshop.jobs import interpreter
 from workshop.notebook import pictures
@@ -33,8 +34,9 @@ def run(name, line, cell):
     try:
         found = re.fullmatch("([1-8])?(?: ([1-9][0-9]{0,3}))?",
                              " ".join(line.split()))
-        require(found, f"write {name} N or {name} N SECONDS, with N from 1 to "
-                "8")
+        if found is None:
+            raise UserError(f"write {name} N or {name} N SECONDS, with N from "
+                            "1 to 8")
         run_ranks(name, cell, int(found[1] or 4), int(found[2] or 20))
     except UserError as error:
         display(complaint(error))
@@ -43,7 +45,7 @@ def run(name, line, cell):
 class Warm:
     """The program that runs this kernel's `%%ranks`, with torch imported."""
 
-    process = None
+    process: Any = None  # of interpreter.start, with its pipes
 
     def start(self):
         """Start it, if it is not there. Raises `UserError`."""

@@ -5,6 +5,7 @@ import itertools
 import re
 import shutil
 import tempfile
+from typing import Any
 
 from backstage.errors import require
 from workshop.diff import page
@@ -12,7 +13,8 @@ from workshop.html import folded, paragraph
 from workshop.jobs import interpreter
 from workshop.notebook import shown
 
-planted = []  # the program that runs a job with a fault, and its folder
+# the program that runs a job with a fault, and its folder
+planted: list[Any] = []
 
 
 @shown.in_one_line
@@ -22,7 +24,7 @@ def plant(number):
     unplant()
     folder = tempfile.mkdtemp(prefix="why-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    program = interpreter.start(
+    program: Any = interpreter.start(
         "-m", "notebooks.experiments.hangs", str(number), folder)
     planted[:] = program, folder
     state, lines = "4 processes start, which takes some seconds.", []

@@ -33,6 +33,7 @@ import time
 import traceback
 import warnings
 from pathlib import Path
+from typing import Any
 
 from backstage.errors import run_main
 from rankcheck.engine import fork_server
@@ -130,7 +131,7 @@ def run_cell(cell, folder, seconds, mpirun=None):
         dist.barrier()  # none ends before all are connected
         rank, world_size = dist.get_rank(), dist.get_world_size()
         messages = {"dist": dist}
-    said = {"shown": [], "svg": None, "events": []}
+    said: dict[str, Any] = {"shown": [], "svg": None, "events": []}
 
     def show(value, title="", came=None, source=None):
         if isinstance(value, (list, tuple)):

@@ -81,8 +81,8 @@ def table(rows, kind="numbers"):
     lines = ["".join(f'<th scope="col">{name}</th>' for name in head)]
     lines += [f'<th scope="row">{name}</th>' + "".join(
         f"<td>{cell}</td>" for cell in cells) for name, *cells in body]
-    lines = "".join(f"<tr>{line}</tr>" for line in lines)
-    return scrolling(f'<table class="{kind}">{lines}</table>',
+    body_rows = "".join(f"<tr>{line}</tr>" for line in lines)
+    return scrolling(f'<table class="{kind}">{body_rows}</table>',
                      f"Table: {', '.join(head)}")
 
 
@@ -106,7 +106,7 @@ def run_and_show(*arguments, view=show_output):
 
     view: of the text, and of its last line. Returns its exit status.
     """
-    lines = []
+    lines: list[str] = []
     show = live(lambda: view("".join(lines), "".join(lines[-1:]).strip()))
 
     def on_line(line):

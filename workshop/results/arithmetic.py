@@ -6,7 +6,9 @@ its table is workshop/lessons/traffic.md. Only the standard library, from
 Python 3.9 on.
 """
 
-from types import SimpleNamespace
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
 
 from backstage.flops import (
     PEAKS,
@@ -14,6 +16,9 @@ from backstage.flops import (
     num_parameters,
     padded_vocab_size,
 )
+
+Config = dict[str, int]  # a GPTConfig's fields
+Traffic = dict[str, tuple[int, int]]  # {collective: (calls, bytes)}
 
 FP32 = 4  # bytes
 SHARE_OF_PEAK = 0.4  # which a good script reaches on an A100
@@ -29,7 +34,7 @@ GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257,
 XL = {**GPT2, "n_layer": 48, "n_head": 25, "n_embd": 1600}
 
 
-def is_count(value):
+def is_count(value: object) -> bool:
     """Whether a value is a whole number from 1 to 2**31 - 1."""
     return type(value) is int and 0 < value < 2**31
 
@@ -37,7 +42,8 @@ def is_count(value):
 # -------------------------------------------------------------------- memory
 
 
-def state(config, n=1, sharded=tuple(STATE)):
+def state(config: Config, n: int = 1,
+          sharded: Collection[str] = tuple(STATE)) -> float:
     """Bytes that each of n devices keeps of a model's state.
 
     sharded: the kinds of which each device has 1/n; the others are whole.
@@ -46,13 +52,13 @@ def state(config, n=1, sharded=tuple(STATE)):
         size / n if kind in sharded else size for kind, size in STATE.items())
 
 
-def block_parameters(width, tensor_parallel=1):
+def block_parameters(width: int, tensor_parallel: int = 1) -> int:
     """How many weights a block has, or a rank of a TP group has of it."""
     divided = 12 * width**2 + 7 * width  # matrices, most of the biases
     return divided // tensor_parallel + 6 * width  # LayerNorms, c_proj's bias
 
 
-def gathered(config):
+def gathered(config: Config) -> int:
     """Bytes that FSDP makes whole at a time: the embeddings and a block.
 
     What is in no block is one group: it is whole from the forward pass to the
@@ -62,7 +68,7 @@ def gathered(config):
     return FP32 * (num_parameters(config) - (config["n_layer"] - 1) * block)
 
 
-def activations(config, recompute=False):
+def activations(config: Config, recompute: bool = False) -> int:
     """Bytes that the backward pass needs of a sample of full length."""
     L, H, C = config["n_layer"], config["n_head"], config["n_embd"]
     T, V = config["block_size"], padded_vocab_size(config["vocab_size"])
@@ -73,7 +79,7 @@ def activations(config, recompute=False):
     return L * block + ends
 
 
-def at_most(config, recompute=False):
+def at_most(config: Config, recompute: bool = False) -> int:
     """Bytes that a sample takes in the backward pass, where they are most.
 
     First come the gradients of the logits and of their log-softmax, each as
@@ -92,7 +98,7 @@ def at_most(config, recompute=False):
 # ------------------------------------------------------------------- traffic
 
 
-def ring(n, num_bytes):
+def ring(n: int, num_bytes: float) -> float:
     """The bytes that each of n processes sends in a ring all-reduce."""
     return 2 * (n - 1) / n * num_bytes
 
@@ -111,7 +117,9 @@ def hiding_tokens(flops: float, bandwidth: float) -> float:
     return 2 * flops / bandwidth
 
 
-def of_step(split, config, mesh, microbatches, B, T):
+def of_step(
+        split: str, config: Config, mesh: tuple[int, int, int],
+        microbatches: int, B: int, T: int) -> list[Traffic] | None:
     """{collective: (calls, bytes)} of a rank in each pipeline stage.
 
     split: what is split over the devices: "samples" (each has a copy of the
@@ -174,10 +182,10 @@ def of_step(split, config, mesh, microbatches, B, T):
     return stages
 
 
-class Calls(dict):
+class Calls(Traffic):
     """{collective: (calls, bytes)}"""
 
-    def add(self, name, number, elements):
+    def add(self, name: str, number: int, elements: int) -> None:
         """So many calls, each of which puts in so many fp32 numbers."""
         if number:
             calls, size = self.get(name, (0, 0))
@@ -187,7 +195,8 @@ class Calls(dict):
 # ------------------------------------------------------------------ decisions
 
 
-def decisions(memory=80e9, nodes=2, gpus=4):
+def decisions(memory: float = 80e9, nodes: int = 2,
+              gpus: int = 4) -> list[tuple[str, str, str]]:
     """When to divide what: (when, what to take, what that means).
 
     The numbers are those of GPT-2 XL on these devices.
@@ -242,7 +251,7 @@ def decisions(memory=80e9, nodes=2, gpus=4):
 # ---------------------------------------------------------- larger minibatches
 
 
-def critical_tokens(loss):
+def critical_tokens(loss: float) -> float:
     """The critical minibatch of a language model at a loss, in tokens.
 
     Kaplan et al. (2020), arXiv:2001.08361, equation 1.4: fitted to models
@@ -251,8 +260,11 @@ def critical_tokens(loss):
     return 2e8 / loss ** (1 / 0.21)
 
 
-def bills(loss, tokens=18_692 * MINIBATCH, minibatch=MINIBATCH,
-          share=SHARE_OF_PEAK, B=16, gpus=(8, 32, 128, 512, 2048)):
+def bills(
+        loss: float, tokens: int = 18_692 * MINIBATCH,
+        minibatch: int = MINIBATCH, share: float = SHARE_OF_PEAK, B: int = 16,
+        gpus: Iterable[int] = (8, 32, 128, 512, 2048),
+        ) -> list[tuple[int, str, str, str, str]]:
     """What the same loss costs with more A100s, as rows of a table.
 
     tokens: what training takes with that minibatch. share: of the peak that
@@ -261,8 +273,7 @@ def bills(loss, tokens=18_692 * MINIBATCH, minibatch=MINIBATCH,
     """
     T, critical = GPT2["block_size"], critical_tokens(loss)
     fewest = tokens / (minibatch + critical)  # steps
-    speed = share * PEAKS["A100"][0] * 1e12 / flops_per_token(
-        SimpleNamespace(**GPT2), T)
+    speed = share * PEAKS["A100"][0] * 1e12 / flops_per_token(GPT2, T)
     rows = []
     for n in gpus:
         size = n * B * T

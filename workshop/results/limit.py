@@ -7,7 +7,6 @@ Only the standard library, from Python 3.9 on.
 from __future__ import annotations  # for Python 3.9
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 from backstage.files import read_json
 from backstage.flops import PEAKS, flops_per_token
@@ -51,12 +50,12 @@ def scaling_limits(run: Result) -> list[ScalingLimit]:
     T = run.hyperparameters["sequence_length"]
     each = run.tokens_per_second / run.world_size
     slowest = min(measured_speeds().values(), default=LINK / 1e9)
-    gpt2 = flops_per_token(SimpleNamespace(**GPT2), GPT2["block_size"])
+    gpt2 = flops_per_token(GPT2, GPT2["block_size"])
     gpu = read_json(EXAMPLES / "first_gpu.json", {})["items"]["std"]["found"]
     return [
         ScalingLimit(
             f"{run.name}, {run.device}",
-            each * flops_per_token(SimpleNamespace(**run.config), T),
+            each * flops_per_token(run.config, T),
             1e9 * slowest, run.hyperparameters["minibatch_size"] * T),
         ScalingLimit(
             f"A100, at {SHARE_OF_PEAK:.0%} of its peak",

@@ -3,18 +3,26 @@
     python -m workshop.results.plot PANEL [RUN ...] FILE    one panel, as SVG
 """
 
+from __future__ import annotations
+
+import argparse
 import functools
 import html
 import io
 import math
 import os
 import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ["MPLBACKEND"] = "agg"  # a shell's may be none, or want a display
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from backstage.errors import require, run_main, visible
@@ -22,6 +30,7 @@ from backstage.files import write_atomically
 from workshop.html import may_replace
 from workshop.results import runs as results
 from workshop.results.profile import list_traces, recorded_parts
+from workshop.results.runs import Result
 from workshop.stages import STAGES
 
 COLOURS = {name: stage.colour for name, stage in STAGES.items()}
@@ -40,6 +49,7 @@ matplotlib.rcParams.update({
     "legend.frameon": False, "legend.fontsize": 8,
     "svg.fonttype": "none", "svg.hashsalt": "workshop",
 })
+Panel = Callable[[Axes, list[Result]], str]  # what the runs lack for it, or ""
 
 
 # runs that differ in these part ways, though they train the same minibatches
@@ -49,7 +59,7 @@ SCHEDULE = ("seed", "learning_rate", "warmup_steps", "max_steps")
 # ---------------------------------------- the panels: panel(axes, results)
 
 
-def loss(ax, runs):
+def loss(ax: Axes, runs: list[Result]) -> str:
     """The loss curves on top of each other: wide below, narrow above."""
     schedules = {tuple(run.hyperparameters.get(key) for key in SCHEDULE)
                  for run in runs}
@@ -76,7 +86,7 @@ def loss(ax, runs):
     return ""
 
 
-def speed(ax, runs):
+def speed(ax: Axes, runs: list[Result]) -> str:
     """Tokens/s of all processes and of each, and the MFU if it is known."""
     ax.set(title="tokens/s (pale), tokens/s of each process (full)",
            xlabel="thousand tokens/s")
@@ -95,9 +105,10 @@ def speed(ax, runs):
     if unknown:
         ax.set_xlabel("thousand tokens/s (no MFU: the peak of "
                       f"{', '.join(unknown)} is not known)")
+    return ""
 
 
-def scaling(ax, runs):
+def scaling(ax: Axes, runs: list[Result]) -> str:
     """Efficiency against the number of processes, with ideal and model."""
     ax.set(title="scaling efficiency", xlabel="processes",
            ylabel="tokens/s per process ÷ tokens/s of one alone")
@@ -107,7 +118,7 @@ def scaling(ax, runs):
         most = max(most, *points)
         mine = [run for run in runs if run.kind == kind]
         first = mine[0]
-        ax.plot(points.keys(), points.values(), "o-", label=kind,
+        ax.plot([*points], [*points.values()], "o-", label=kind,
                 color=colour(first))
         model = results.fit_kind(runs, kind)
         if model:
@@ -126,30 +137,36 @@ def scaling(ax, runs):
     ax.legend(loc="lower left")
     if not found:
         return note(ax, "there is no run on one process\nto compare with")
-    return most == 1 and note(
+    if most > 1:
+        return ""
+    return note(
         ax, "there are only runs on one process:\nalso run on 2 and 4")
 
 
-def model(ax, runs):
+def model(ax: Axes, runs: list[Result]) -> str:
     """Where a step's time goes: the fitted parts and the measured total."""
     ax.set(title="a step: A·t_microbatch + t_optimizer + t_exposed",
            xlabel="ms per step")
-    stage = next((stage for stage in STAGES
-                  if results.fit_kind(runs, stage)), None)
-    if stage is None:
+    fitted = None
+    for stage in STAGES:
+        fitted = results.fit_kind(runs, stage)
+        if fitted:
+            break
+    if fitted is None:
         ax.set_axis_off()
         return note(ax, "this needs one stage on three numbers\n"
                         "of processes, for example 1, 2 and 4")
-    fitted = results.fit_kind(runs, stage)
     if not fitted.microbatch:
         ax.set_axis_off()
         return note(ax, "these times do not fit the model: it finds that a\n"
                         "microbatch takes no time, as where processes\n"
                         "share the cores of a CPU")
     runs = [run for run in runs if run.kind == stage]
-    names = ("A microbatches", "optimizer", "exposed all-reduce")
-    parts = [fitted.parts(run.world_size, run.accumulation, run.nodes)
-             for run in runs]
+    names: tuple[str, ...] = (
+        "A microbatches", "optimizer", "exposed all-reduce")
+    parts: list[tuple[float, ...]] = [
+        fitted.parts(run.world_size, run.accumulation, run.nodes)
+        for run in runs]
     if not fitted.told_apart:
         names = (names[0], "optimizer and exposed all-reduce")
         parts = [(first, sum(others)) for first, *others in parts]
@@ -163,9 +180,10 @@ def model(ax, runs):
     if runs[0].device == "cpu":
         ax.set_xlabel("ms per step (processes share this CPU's cores, so "
                       "the model does not hold)")
+    return ""
 
 
-def parts(ax, runs):
+def parts(ax: Axes, runs: list[Result]) -> str:
     """Where each rank's time goes in a step, as --profile recorded it."""
     ax.set(title="where a step's time goes, recorded", xlabel="ms per step")
     rows = [(f"{run.name}, rank {rank}", seconds) for run in runs
@@ -175,32 +193,37 @@ def parts(ax, runs):
         return note(ax, "no step of these runs was recorded:\n"
                         "train with --profile 10")
     stack_parts(ax, rows)
+    return ""
 
 
-def published(ax, runs):
+def published(ax: Axes, runs: list[Result]) -> str:
     """Another course's scaling: ten curves, in the order of their ends."""
     ax.set(title="measured by another course",
            xlabel="GPUs", ylabel="speed of each,\nrelative to one alone",
            ylim=(0.3, 1.05))
-    curves, given = [], results.read_given()
+    given = results.read_given()
+    curves: list[tuple[float, Line2D]] = []  # by their ends
     for (device, sizes), color in zip(given["published"].items(), PUBLISHED,
                                       strict=True):
         for size, marker in zip(sizes, "os^vD", strict=True):
             kept = results.published_efficiency(device, size)
-            curves += ax.plot(
-                kept.keys(), kept.values(), marker + "-", color=color,
+            line, = ax.plot(
+                [*kept], [*kept.values()], marker + "-", color=color,
                 label=f"{device}, {size}: {kept[16]:.0%}", markersize=5,
                 linewidth=1)
-    curves.sort(key=lambda curve: -curve.get_ydata()[-1])
-    ax.legend(handles=curves, title="device, batch size: on 16",
+            curves.append(([*kept.values()][-1], line))
+    curves.sort(key=lambda curve: -curve[0])
+    ax.legend(handles=[line for _, line in curves],
+              title="device, batch size: on 16",
               loc="center left", bbox_to_anchor=(1, 0.5))
     count_axis(ax, given["published_gpus"])
     ax.set_xlim(0.9, 17)
     ax.minorticks_off()
     ax.yaxis.set_major_formatter(PercentFormatter(1))
+    return ""
 
 
-def gpus(ax, runs):
+def gpus(ax: Axes, runs: list[Result]) -> str:
     """How busy the GPUs were, in the run with the most processes."""
     ax.set(title="GPU utilisation", xlabel="seconds, a sample every 10",
            ylabel="% of the time busy", ylim=(0, 105))
@@ -217,7 +240,8 @@ def gpus(ax, runs):
                     "them (gpus-*.txt)")
 
 
-def ladder(ax, runs, record=None):
+def ladder(ax: Axes, runs: list[Result],
+           record: dict[str, Any] | None = None) -> str:
     """Seconds for 50 epochs and for texts, theirs and those of each rung."""
     record = record or results.read_ladder()
     ax.set_title("50 epochs of a small GPT-2, and four texts", pad=30)
@@ -225,9 +249,10 @@ def ladder(ax, runs, record=None):
     if record["rungs"]:
         ax.set_xlabel(f"seconds\n({record['hardware']},\nload average "
                       f"{record['load']:.1f})")
-    rows = [(f"theirs: {name}", INK, training, texts, None) for
-            name, (training, texts) in
-            results.read_given()["university"].items()]
+    rows: list[tuple[str, str | None, float, float, float | None]] = [
+        (f"theirs: {name}", INK, training, texts, None)
+        for name, (training, texts) in
+        results.read_given()["university"].items()]
     rows += [(rung["name"], COLOURS.get(rung["stage"]), rung["training"],
               rung["plain"], rung["cached"]) for rung in record["rungs"]
              if "interpreted" not in rung["name"]]  # their time says nothing
@@ -248,17 +273,22 @@ def ladder(ax, runs, record=None):
     ax.margins(x=0.15)
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3,
               columnspacing=1, handletextpad=0, frameon=False)
+    return ""
 
 
-PANELS = {panel.__name__: panel
-          for panel in (loss, speed, scaling, model, parts, published, gpus)}
+PANELS: dict[str, Panel] = {
+    panel.__name__: panel
+    for panel in (loss, speed, scaling, model, parts, published, gpus)}
 IN_NOTEBOOK = {**PANELS, "ladder": ladder}  # which is not about the runs
 
 
 # ----------------------------------------------------------------- helpers
 
 
-def stack(ax, names, parts, **style):
+def stack(
+        ax: Axes, names: Sequence[str],
+        parts: Iterable[tuple[str, Iterable[float], str]],
+        **style: Any) -> None:
     """A bar for each name, of parts: (part, seconds of each bar, colour)."""
     left = [0.0] * len(names)
     for part, seconds, color in parts:
@@ -269,7 +299,8 @@ def stack(ax, names, parts, **style):
     ax.set_yticks(range(len(names)), names)
 
 
-def stack_parts(ax, rows, parts=PARTS):
+def stack_parts(ax: Axes, rows: Sequence[tuple[str, dict[str, float]]],
+                parts: Iterable[str] = PARTS) -> None:
     """A bar for each row, (name, its seconds by part), and the legend."""
     stack(ax, [name for name, _ in rows], [
         (part, [seconds[part] for _, seconds in rows], PARTS[part])
@@ -278,34 +309,35 @@ def stack_parts(ax, rows, parts=PARTS):
     ax.legend(loc="lower left", ncols=4)
 
 
-def colour(run):
+def colour(run: Result) -> str:
     """The colour of the run's stage; another strategy has its own."""
     return COLOURS.get(run.kind, "#a457c4")
 
 
-def note(ax, text, y=0.5):
+def note(ax: Axes, text: str, y: float = 0.5) -> str:
     """Say what is missing, in the panel at that height; returns the text."""
     ax.annotate(text, (0.5, y), xycoords="axes fraction", alpha=0.8,
                 ha="center", va="center")
     return text.replace("\n", " ")
 
 
-def powers_of_two(most):
+def powers_of_two(most: int) -> list[int]:
     return [2**k for k in range(most.bit_length())]
 
 
-def count_axis(ax, ticks):
+def count_axis(ax: Axes, ticks: Sequence[int]) -> None:
     """Label the x axis with these numbers of devices."""
     ax.set_xscale("log", base=2)
     ax.set_xticks(ticks, [str(tick) for tick in ticks])
 
 
-def themed(panel, size=(6.2, 3.6)):
+def themed(panel: Callable[[Axes], object],
+           size: tuple[float, float] = (6.2, 3.6)) -> str:
     """panel(axes) as SVG, in a notebook's text colour and width.
 
     Its title and description, for people who cannot see it, are the axes'.
     """
-    inks = dict.fromkeys((
+    inks: Any = dict.fromkeys((  # matplotlib types each key
         "text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor",
         "xtick.color", "ytick.color"), INK)
     file = io.StringIO()
@@ -322,30 +354,31 @@ def themed(panel, size=(6.2, 3.6)):
     return f"{svg[:end]}{about(ax)}{svg[end:]}"
 
 
-def as_svg(draw):
+def as_svg(draw: Callable[..., object]) -> Callable[..., str]:
     """Let draw(axes, ...) return its picture, as `themed` makes it."""
     @functools.wraps(draw)
-    def drawn(*what):
+    def drawn(*what: Any) -> str:
         return themed(lambda ax: draw(ax, *what))
 
     return drawn
 
 
-def about(ax):
+def about(ax: Axes) -> str:
     """<title> and <desc> of a panel: its axes, and what is drawn there."""
     title = ax.get_title() or ax.get_ylabel()
     words = [f"{ax.get_ylabel() or 'bars'} by {ax.get_xlabel() or 'number'}"]
     words += [text.get_text().replace("\n", " ") for text in ax.texts]
     for line in ax.get_lines():
-        name = line.get_label()
-        ys = list(line.get_ydata())
+        name = str(line.get_label())
+        drawn: Any = line.get_ydata()  # a list or an array
+        ys = list(drawn)
         if ys and not name.startswith("_"):
             words.append(f"{name}: from {ys[0]:.4g} to {ys[-1]:.4g}")
     return (f"<title>{html.escape(title)}</title>"
             f"<desc>{html.escape('; '.join(words))}.</desc>")
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folders", nargs="*", metavar="run",
                         help="folders of runs (default: the newest in runs/ "
                         "and those like it)")
@@ -353,7 +386,7 @@ def add_arguments(parser):
                         help="the file, .png, .svg or .pdf (results.png)")
 
 
-def main(args):
+def main(args: argparse.Namespace) -> None:
     """Draw all panels in one picture, and print which runs it shows."""
     output = args.output
     kind = Path(output).suffix.lower()[1:]
@@ -379,7 +412,16 @@ def main(args):
     print(f"{output}: {visible(names)}")
 
 
-def write_panel():
+@dataclass(frozen=True)
+class Drawn:
+    """A panel's picture, and what the runs lack for it."""
+
+    svg: str
+    lacks: str
+    is_blank: bool
+
+
+def write_panel() -> None:
     """For a notebook: write one panel to a file, as SVG.
 
     Where the runs in runs/ are too few for it, it shows the examples; where
@@ -389,28 +431,31 @@ def write_panel():
     require(name in IN_NOTEBOOK, f"there is no picture {name}: choose from "
             f"{', '.join(IN_NOTEBOOK)}")
 
-    def draw(runs, more=""):
-        """(the picture, what the runs lack for it, whether it is blank)."""
-        found = []
+    def draw(runs: list[Result], more: str = "") -> Drawn:
+        lacks, is_blank = "", False
 
-        def panel(ax):
-            found[:] = IN_NOTEBOOK[name](ax, runs) or "", not ax.axison
+        def panel(ax: Axes) -> None:
+            nonlocal lacks, is_blank
+            lacks = IN_NOTEBOOK[name](ax, runs)
+            is_blank = not ax.axison
             if more:
                 ax.set_title(ax.get_title() + more)
 
-        return [themed(panel), *found]
+        svg = themed(panel)
+        return Drawn(svg, lacks, is_blank)
 
-    svg, lacks, blank = draw(results.find(folders)[0])
-    if lacks and not folders:
+    drawn = draw(results.find(folders)[0])
+    shown = drawn.lacks if drawn.is_blank else drawn.svg
+    if drawn.lacks and not folders:
         examples = results.read_all(results.list_folders(results.EXAMPLES))
-        other, lacking, _ = draw(results.select(*examples)[0],
-                                 "\n(examples: yours are too few)")
-        if not lacking:
-            svg, blank = other, False
-    write_new(output, lacks if blank else svg)
+        other = draw(results.select(*examples)[0],
+                     "\n(examples: yours are too few)")
+        if not other.lacks:
+            shown = other.svg
+    write_new(output, shown)
 
 
-def write_new(output, text):
+def write_new(output: str, text: str) -> None:
     """For a notebook, too: write a file, which must not be there yet."""
     with open(output, "x", encoding="utf-8") as file:
         file.write(text)

@@ -24,14 +24,19 @@ what leaves the device idle is charged to what the program did meanwhile.
 This needs the standard library, from Python 3.9 on, and NumPy.
 """
 
+from __future__ import annotations
+
+import argparse
 import gzip
 import json
 import statistics
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Optional
 
 from backstage.errors import require
-from backstage.files import reading, show_path
+from backstage.files import StrPath, reading, show_path
 from workshop.results.runs import read_metrics, read_started
 
 PARTS = ("data", "forward", "backward", "all-reduce", "waiting", "optimizer")
@@ -40,12 +45,17 @@ NODE = "autograd::engine::evaluate_function"  # of the backward pass
 CALLERS = ("autograd::", "torch::autograd::")  # operators that call others
 SENDERS = ("c10d::", "_c10d_functional::")  # and that send, or wait
 
+Seconds = dict[str, float]  # of a step, by part
+Span = tuple[float, float, Optional[str]]  # (begin, end, part), microseconds
+Event = tuple[float, float, dict[str, Any]]  # (begin, end, as in the trace)
+Message = tuple[str, float]  # (name, microseconds)
 
-def add_arguments(parser):
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, help="the run's folder")
 
 
-def main(args):
+def main(args: argparse.Namespace) -> None:
     """Print where the time of a run's steps goes."""
     folder, ranks = args.run, charge_steps(args.run)
     require(ranks, f"{show_path(folder)}: no step was recorded: start the run "
@@ -72,12 +82,12 @@ def main(args):
           f"files in {show_path(folder)}/profile in https://ui.perfetto.dev")
 
 
-def recorded_parts(folder):
+def recorded_parts(folder: StrPath) -> list[Seconds]:
     """{part: seconds of a step} of each rank; [] if no step was recorded."""
     return [mean(rank) for rank in charge_steps(folder)]
 
 
-def mean(rank):
+def mean(rank: Rank) -> Seconds:
     """{part: seconds of a step} of a `Rank`."""
     return {part: statistics.mean(seconds[part] for seconds in rank.charged)
             for part in PARTS}
@@ -89,8 +99,9 @@ def mean(rank):
 @dataclass
 class Rank:
     kernels: bool  # whether the trace shows a device's
-    steps: dict  # number: `Step`
-    charged: list = ()  # of each step, from `Step.charge`
+    steps: dict[int, Step]
+    # of each step, from `Step.charge`
+    charged: list[Seconds] = field(default_factory=list)
 
 
 @dataclass
@@ -99,17 +110,17 @@ class Step:
 
     begin: float
     end: float
-    doing: list  # (begin, end, part): what the program does, in its order
-    work: list  # (begin, end, part): what computes; part None: as `doing`
-    calls: list  # (begin, end, part): sends, or waits for what was sent
-    messages: list  # (begin, end, name), in their order
+    doing: list[Span]  # what the program does, in its order
+    work: list[Span]  # what computes; part None: as `doing`
+    calls: list[Span]  # sends, or waits for what was sent
+    messages: list[tuple[float, float, str]]  # (begin, end, name), in order
 
     @property
-    def sent(self):
+    def sent(self) -> list[Message]:
         """(name, microseconds) of each message."""
         return [(name, end - begin) for begin, end, name in self.messages]
 
-    def charge(self, least):
+    def charge(self, least: Iterable[float]) -> Seconds:
         """{part: seconds} of the step.
 
         Each microsecond is painted with a part: with what the program does,
@@ -118,7 +129,7 @@ class Step:
         """
         import numpy as np
 
-        def paint(pieces):
+        def paint(pieces: Iterable[Span]) -> Any:
             painted = np.full(round(self.end - self.begin), -1, np.int8)
             for *times, part in pieces:
                 begin, end = (max(0, round(time - self.begin))
@@ -141,14 +152,14 @@ class Step:
         return dict(zip(PARTS, (counts / 1e6).tolist()))
 
 
-def list_traces(folder):
+def list_traces(folder: StrPath) -> list[Path]:
     """The ranks' files of the newest start, in their order."""
     starts = sorted(Path(folder, "profile").glob("*-trace*/"))
     files = starts[-1].glob("rank*.json.gz") if starts else ()
     return sorted(files, key=lambda file: (len(file.name), file.name))
 
 
-def charge_steps(folder):
+def charge_steps(folder: StrPath) -> list[Rank]:
     """The run's `Rank`s, charged; [] if none has recorded."""
     files = list_traces(folder)
     if not files:
@@ -166,13 +177,14 @@ def charge_steps(folder):
     return ranks if common else []
 
 
-def read_trace(file, seconds):
+def read_trace(file: Path, seconds: Mapping[int, float]) -> Rank:
     """The `Rank` of a trace. seconds: how long each step took, by number."""
     with reading(file, "record it again"), gzip.open(file) as text:
         return Rank(*find_steps(json.load(text)["traceEvents"], seconds))
 
 
-def find_steps(events, seconds):
+def find_steps(events: list[dict[str, Any]],
+               seconds: Mapping[int, float]) -> tuple[bool, dict[int, Step]]:
     """Whether there are kernels, and {number: `Step`}, from a trace's events.
 
     seconds: {number: how long the step took}, for those that may count.
@@ -198,7 +210,7 @@ def find_steps(events, seconds):
     return kernels, steps
 
 
-def what_it_does(step, times, main):
+def what_it_does(step: Step, times: list[Event], main: int) -> list[Span]:
     """(begin, end, part) from a step's begin to its end.
 
     A backward pass runs the nodes that forward operators have left, and each
@@ -228,7 +240,7 @@ def what_it_does(step, times, main):
     return [*doing, (at, done, last), (done, step.end, "optimizer")]
 
 
-def read_operators(step, times, main):
+def read_operators(step: Step, times: list[Event], main: int) -> None:
     """The work and the messages of a step on a CPU."""
     for begin, end, event in times:
         name = event["name"]
@@ -242,7 +254,7 @@ def read_operators(step, times, main):
                 step.work.append((begin, end, None))
 
 
-def read_kernels(step, times, main):
+def read_kernels(step: Step, times: list[Event], main: int) -> None:
     """The work and the messages of a step on an accelerator."""
     asked = {event["args"]["correlation"]: begin for begin, _, event in times
              if event.get("cat") in ("cuda_runtime", "cuda_driver",
@@ -260,7 +272,7 @@ def read_kernels(step, times, main):
             step.work.append((begin, end, part))
 
 
-def shortest(ranks, mine):
+def shortest(ranks: list[list[Message]], mine: list[Message]) -> list[float]:
     """The least that each of my messages takes, on the ranks that send alike.
 
     ranks: of each rank, (name, microseconds) of its messages in this step.
@@ -276,5 +288,5 @@ def shortest(ranks, mine):
     return least[::-1]
 
 
-def is_one_to_one(name):
+def is_one_to_one(name: str) -> bool:
     return name.startswith(("gloo:send", "gloo:recv")) or "SendRecv" in name

@@ -4,20 +4,32 @@ This needs only the standard library, so that a portal's kernel can list the
 runs; only `fit` needs NumPy.
 """
 
+from __future__ import annotations
+
+import argparse
 import json
 import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from backstage import ROOT
 from backstage.errors import UserError, require
-from backstage.files import read_json, reading, require_like, show_path
+from backstage.files import (
+    StrPath,
+    read_json,
+    reading,
+    require_like,
+    show_path,
+)
 from backstage.flops import num_parameters
 from backstage.record import (
     RECORD,
+    Row,
     describe_start,
     last_start,
     read_record,
@@ -35,7 +47,7 @@ POSITIVE = ("nodes", "max_steps", "world_size", *CONFIG, *COUNTS, *DIVISORS)
 ALIKE = ("preset", "data", "minibatch_size", "sequence_length")
 
 
-def read_started(folder):
+def read_started(folder: StrPath) -> dict[str, Any]:
     """What a run says of itself in `hyperparameters.json`, a dictionary.
 
     Raises `FileNotFoundError`, or a `UserError` if it is damaged.
@@ -55,7 +67,7 @@ def read_started(folder):
     return record
 
 
-def read_metrics(file):
+def read_metrics(file: StrPath) -> Iterator[Row]:
     """A dictionary for each row of metrics.csv: {column: number, or None}.
 
     Raises `FileNotFoundError`, or a `UserError` at the first damaged row.
@@ -66,7 +78,7 @@ def read_metrics(file):
             yield to_numbers(cells)
 
 
-def describe(folder):
+def describe(folder: StrPath) -> str:
     """How a run was started, in one line; "" where it does not say it."""
     with suppress(UserError, FileNotFoundError):
         record = read_started(folder)
@@ -77,11 +89,11 @@ def describe(folder):
     return ""
 
 
-def add_progress(parser):
+def add_progress(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="run", help="its folder")
 
 
-def progress(args):
+def progress(args: argparse.Namespace) -> int:
     """Print how many steps are saved; return 0 if it is all, else 1.
 
     The batch files use it to find out whether there is something left to do.
@@ -99,17 +111,21 @@ def progress(args):
 class Result:
     """A run: the contents of hyperparameters.json and metrics.csv."""
 
-    def __init__(self, folder, record, rows):
+    def __init__(self, folder: Path, record: Mapping[str, Any],
+                 rows: list[Row]) -> None:
         """rows: a dictionary of floats for each step.
 
         Raises a `UserError` for more parts than processes.
         """
         self.folder, self.rows = folder, rows
-        self.stage, self.world_size, self.device, self.config = map(
-            record.get, ("stage", "world_size", "device", "config"))
-        self.nodes = record.get("nodes", 1)
-        self.hyperparameters = hp = record["hyperparameters"]
-        self.preset = hp["preset"]
+        self.stage: str = record["stage"]
+        self.world_size: int = record["world_size"]
+        self.device: str = record["device"]
+        self.config: dict[str, int] = record["config"]
+        self.nodes: int = record.get("nodes", 1)
+        hp: dict[str, Any] = record["hyperparameters"]
+        self.hyperparameters = hp
+        self.preset: str = hp["preset"]
         strategy = hp.get("strategy", "ddp")  # Lightning's
         # what is compared
         self.kind = self.stage + f" {strategy}" * (strategy != "ddp")
@@ -122,14 +138,16 @@ class Result:
         # how many microbatches a process takes in a step
         self.accumulation = hp["minibatch_size"] // (
             hp["microbatch_size"] * self.mesh[1])
-        self.seconds, self.tokens_per_second, self.mfu = map(
-            self.median, ("seconds", "tokens_per_second", "mfu"))
+        self.seconds = self.median("seconds") or 0.0  # known in each row
+        self.tokens_per_second = self.median("tokens_per_second") or 0.0
+        self.mfu = self.median("mfu")
         # the most bytes on rank 0; None in an older run
-        self.memory = max((row["memory"] for row in rows
-                           if row["memory"] is not None), default=None)
+        self.memory: float | None = max(
+            (row["memory"] for row in rows if row["memory"] is not None),
+            default=None)
 
     @property
-    def sent(self):
+    def sent(self) -> int | None:
         """The bytes that a process puts into its messages in a step.
 
         Those of the stage of the pipeline that sends most; None if unknown.
@@ -140,23 +158,24 @@ class Result:
         found = of_step(STAGES[self.stage].split, self.config, self.mesh,
                         self.accumulation, hp["microbatch_size"],
                         hp["sequence_length"])
-        return found and max(sum(size for _, size in rank.values())
-                             for rank in found)
+        if found is None:
+            return None
+        return max(sum(size for _, size in rank.values()) for rank in found)
 
-    def median(self, column):
+    def median(self, column: str) -> float | None:
         """Without the first fifth, the warm-up; None if it is not known."""
         values = [row[column] for row in self.rows[len(self.rows) // 5:]
                   if row[column] is not None]
         return statistics.median(values) if values else None
 
-    def alike(self, other):
+    def alike(self, other: Result) -> bool:
         """Whether both train the same model on the same minibatches."""
         return self.config == other.config and all(
             self.hyperparameters.get(key) == other.hyperparameters.get(key)
             for key in ALIKE)
 
 
-def read(folder):
+def read(folder: Path) -> Result:
     """The run in a folder; a `UserError` if there is nothing to show."""
     try:
         record = read_started(folder)
@@ -168,7 +187,7 @@ def read(folder):
     return Result(folder, record, rows)
 
 
-def find(folders=()):
+def find(folders: Iterable[StrPath] = ()) -> tuple[list[Result], list[str]]:
     """The runs to show, and lines that say what is not shown and why.
 
     Without folders, these are the runs in runs/ that train the same as the
@@ -186,7 +205,8 @@ def find(folders=()):
     return select(results, notes, named)
 
 
-def select(results, notes, named=()):
+def select(results: list[Result], notes: list[str],
+           named: Sequence[Path] = ()) -> tuple[list[Result], list[str]]:
     """Those that train the same, in the order of the stages, and notes."""
     require(results, "; ".join(notes) or "there is no run to show: train one")
     if not named:
@@ -205,7 +225,7 @@ def select(results, notes, named=()):
     return results, notes
 
 
-def read_all(folders):
+def read_all(folders: Iterable[Path]) -> tuple[list[Result], list[str]]:
     """The runs, and a line for each that cannot be read."""
     results, problems = [], []
     for folder in folders:
@@ -216,7 +236,7 @@ def read_all(folders):
     return results, problems
 
 
-def list_folders(parent):
+def list_folders(parent: Path) -> list[Path]:
     """The run folders in a folder; the one started last comes last."""
     folders = [path for path in parent.glob("*") if path.is_dir()]
     return sorted(folders, key=lambda folder: (last_start(folder), folder))
@@ -226,7 +246,7 @@ def list_folders(parent):
 
 
 @cache
-def read_given():
+def read_given() -> dict[str, Any]:
     """What example-logs/given.json says; README.md there, where it is from.
 
     published_gpus, published: another course's seconds per epoch on so many
@@ -237,7 +257,7 @@ def read_given():
     return json.loads((EXAMPLES / "given.json").read_text("utf-8"))
 
 
-def published_efficiency(device, batch_size):
+def published_efficiency(device: str, batch_size: str) -> dict[int, float]:
     """Speed of each GPU, relative to one alone: {n: ratio}."""
     seconds = read_given()["published"][device][batch_size]
     return {n: seconds[0] / (n * value) for n, value in
@@ -256,7 +276,7 @@ def lost_seconds(device: str) -> dict[int, float]:
             for size, seconds in given["published"][device].items()}
 
 
-def efficiency(results):
+def efficiency(results: Iterable[Result]) -> dict[str, dict[int, float]]:
     """Tokens/s per process, relative to one alone: {kind: {n: ratio}}.
 
     A kind is compared with its own run on one process, or else with the first
@@ -264,7 +284,7 @@ def efficiency(results):
     """
     single = {result.kind: result.tokens_per_second
               for result in results if result.world_size == 1}
-    kinds = {}
+    kinds: dict[str, dict[int, float]] = {}
     for result in results:
         one = single.get(result.kind, single.get(FIRST))
         if one:
@@ -285,12 +305,13 @@ class Model:
 
     microbatch: float
     optimizer: float  # includes t_exposed if they cannot be told apart
-    per_byte: float  # 1 / bandwidth inside a node, or None
-    per_byte_between: float  # 1 / bandwidth between nodes, or None
+    per_byte: float | None  # 1 / bandwidth inside a node
+    per_byte_between: float | None  # 1 / bandwidth between nodes
     num_bytes: int  # of the gradients
     told_apart: bool = True
 
-    def parts(self, n, accumulation, nodes=1):
+    def parts(self, n: int, accumulation: float,
+              nodes: float = 1) -> tuple[float, float, float]:
         per_byte, other = self.per_byte, self.per_byte_between
         if nodes > 1:
             per_byte, other = other, per_byte
@@ -299,11 +320,12 @@ class Model:
         return (accumulation * self.microbatch, self.optimizer,
                 ring(n, self.num_bytes) * per_byte)
 
-    def seconds(self, n, accumulation, nodes=1):
+    def seconds(self, n: int, accumulation: float, nodes: float = 1) -> float:
         return sum(self.parts(n, accumulation, nodes))
 
 
-def fit(points, num_bytes):
+def fit(points: Mapping[tuple[int, int, int], float],
+        num_bytes: int) -> Model | None:
     """The `Model` nearest to {(n, accumulation, nodes): seconds}, or None.
 
     It minimises the squares of the relative errors, with no time below zero,
@@ -335,13 +357,12 @@ def fit(points, num_bytes):
             if (part >= 0).all() and error < least:
                 best, least = np.zeros(4), error
                 best[list(columns)] = part
-    microbatch, optimizer, *per_byte = (best / scale).tolist()
-    per_byte = [value if column in measured else None
-                for column, value in enumerate(per_byte, 2)]
-    return Model(microbatch, optimizer, *per_byte, num_bytes, told_apart)
+    microbatch, optimizer, inside, between = (best / scale).tolist()
+    return Model(microbatch, optimizer, inside if 2 in measured else None,
+                 between if 3 in measured else None, num_bytes, told_apart)
 
 
-def fit_kind(results, kind):
+def fit_kind(results: Iterable[Result], kind: str) -> Model | None:
     """The model of the runs of a kind, or None if there are too few."""
     runs = [result for result in results if result.kind == kind]
     if not runs:
@@ -351,7 +372,7 @@ def fit_kind(results, kind):
     return fit(points, 4 * num_parameters(runs[0].config))  # fp32 gradients
 
 
-def read_ladder(example=False):
+def read_ladder(example: bool = False) -> dict[str, Any]:
     """What benchmarks/ladder.py has measured: here, or else the example."""
     file = RUNS / "ladder.json"
     if example or not file.exists():
@@ -363,13 +384,13 @@ def read_ladder(example=False):
     return ladder
 
 
-def utilisation(folder):
+def utilisation(folder: Path) -> dict[str, list[float]]:
     """{"node GPU 0": [percent, ...]} from the run's files of GPU metrics.
 
     A batch file has `nvidia-smi dmon` (words under a header) or `xpu-smi dump`
     (commas) write them on each node, every ten seconds.
     """
-    gpus = {}
+    gpus: dict[str, list[float]] = {}
     for file in sorted(folder.glob("gpus-*.txt")):
         node, header = file.stem[len("gpus-"):], []
         for line in file.read_text(errors="replace").splitlines():
@@ -381,8 +402,8 @@ def utilisation(folder):
                 continue
             values = dict(zip(header, cells))
             gpu = values.get("gpu", values.get("deviceid"))
-            busy = values.get("sm", values.get("gpu utilization (%)"))
-            with suppress(TypeError, ValueError):  # units, "-", a cut line
+            busy = values.get("sm", values.get("gpu utilization (%)", ""))
+            with suppress(ValueError):  # units, "-", a cut line
                 percent = float(busy)
                 gpus.setdefault(f"{node} GPU {gpu}", []).append(percent)
     return gpus
