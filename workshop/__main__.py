@@ -10,67 +10,75 @@ from typing import NoReturn
 from backstage.errors import UserError, run_main
 from backstage.files import reason
 from rankcheck import __main__
-from rankcheck.system import command_line
+from workshop import command_line
+from workshop.command_line import CourseCommand
 
-# The commands as they come in a day: see command_line.parse
+VERIFY, WHY = (__main__.COMMANDS[name] for name in ("verify", "why"))
+# The commands as they come in a day
 COMMANDS = {
     "the lesson": {
-        "lab": (
+        "lab": CourseCommand(
             "workshop.notebook.lab",
             "Open JupyterLab with your script and a lesson side by side."),
-        "diff": (
-            "workshop.diff.command:diff",
-            "Show the changes that your script still lacks, and why."),
-        "check": (
+        "diff": CourseCommand(
+            "workshop.diff.command",
+            "Show the changes that your script still lacks, and why.",
+            function="diff"),
+        "check": CourseCommand(
             "workshop.check.command",
             "Run your script with 1, 2 and more processes, and compare it "
             "with the single-device stage."),
-        "apply": (
-            "workshop.diff.command:apply",
-            "Make changes of the lesson for you; your version is backed up."),
-        "reset": (
-            "workshop.diff.command:reset",
+        "apply": CourseCommand(
+            "workshop.diff.command",
+            "Make changes of the lesson for you; your version is backed up.",
+            function="apply"),
+        "reset": CourseCommand(
+            "workshop.diff.command",
             "Replace your script by a stage's finished one; your version is "
-            "backed up.")},
+            "backed up.", function="reset")},
     "a job": {
-        "launch": (
+        "launch": CourseCommand(
             "workshop.jobs.launch",
             "Start a stage on all GPUs of this SLURM or PBS job, or of this "
             "machine."),
-        "doctor": (
+        "doctor": CourseCommand(
             "workshop.jobs.doctor",
             "Say what the course needs and this machine lacks."),
-        "plot": (
+        "plot": CourseCommand(
             "workshop.results.plot",
             "Draw the runs: loss curves, tokens/s, scaling."),
-        "profile": (
+        "profile": CourseCommand(
             "workshop.results.profile",
             "Say where a step's time goes on each rank, from the traces of "
             "--profile N.")},
-    "any PyTorch script": __main__.COMMANDS | {
-        "why": ("workshop.why", __main__.COMMANDS["why"][1])},
+    "any PyTorch script": {
+        "verify": CourseCommand(VERIFY.module, VERIFY.about),
+        "why": CourseCommand("workshop.why", WHY.about)},
     "the instructor": {
-        "answers": (
+        "answers": CourseCommand(
             "workshop.instructor.answers",
             "Print the answers to the questions of one lesson or of all."),
-        "class": (
+        "class": CourseCommand(
             "workshop.instructor.classroom",
             "Show how far the attendees are, on a page that updates itself."),
-        "update": (
+        "update": CourseCommand(
             "workshop.instructor.update",
             "Get the newest version of the course; your edits are kept.")}}
 HIDDEN = {
-    "": ("workshop.diff.command:journey", "Say what to do next."),
-    "dev": ("workshop.dev", "For contributors: check that the parts of each "
-            "lesson fit together."),
+    "": CourseCommand("workshop.diff.command", "Say what to do next.",
+                      function="journey"),
+    "dev": CourseCommand(
+        "workshop.dev", "For contributors: check that the parts of each "
+        "lesson fit together."),
     # what the batch files call
-    "script": (
-        "workshop.diff.command:script",
+    "script": CourseCommand(
+        "workshop.diff.command",
         "Name the script that a batch file trains with: yours if it has "
-        "passed the check."),
-    "progress": (
-        "workshop.results.runs:progress",
-        "Show a run's progress; the exit status is 0 if it is finished.")}
+        "passed the check.", function="script"),
+    "progress": CourseCommand(
+        "workshop.results.runs",
+        "Show a run's progress; the exit status is 0 if it is finished.",
+        function="progress")}
 
 
 def main() -> NoReturn:

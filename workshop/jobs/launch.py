@@ -23,9 +23,9 @@ from tempfile import gettempdir
 
 from backstage import ROOT
 from backstage.errors import UserError, require
-from rankcheck.system.command_line import Parser
 from rankcheck.system.errors import read_regular
 from rankcheck.why.start import begin, switch_on
+from workshop.command_line import Parser
 from workshop.diff import desk
 from workshop.jobs import interpreter
 from workshop.stages import STAGES, find

@@ -4,16 +4,17 @@ import os
 import sys
 import traceback
 
-from rankcheck.system.command_line import parse
+from rankcheck.system.command_line import Command, parse
 from rankcheck.system.errors import UserError
 from rankcheck.system.version import __version__
 
 COMMANDS = {
-    "verify": ("rankcheck.verification.command", "Run any training script as "
-               "one process and as several for a few updates: does it train "
-               "alike?"),
-    "why": ("rankcheck.why.command", "Say why a job of several processes "
-            "hangs, has ended or is slow: which rank, and which line.")}
+    "verify": Command(
+        "rankcheck.verification.command", "Run any training script as one "
+        "process and as several for a few updates: does it train alike?"),
+    "why": Command(
+        "rankcheck.why.command", "Say why a job of several processes hangs, "
+        "has ended or is slow: which rank, and which line.")}
 
 
 def main() -> None:
@@ -23,7 +24,7 @@ def main() -> None:
             print(f"rankcheck {__version__}")
             return
         args = parse("rankcheck", "For any training script. COMMAND --help "
-                     "says more of each.", {"commands": COMMANDS})
+                     "says more of each.", COMMANDS)
         sys.exit(args.function(args))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
