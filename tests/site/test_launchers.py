@@ -16,6 +16,7 @@ from backstage import ROOT, process
 from backstage.errors import UserError
 from backstage.process import find_launcher, name_ranks
 from rankcheck.engine.ranks import free_port
+from rankcheck.system.sources import INSTALLED, SCRIPT, Sources
 from workshop.as_torchrun import find_rank_0, join_world
 
 OPEN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
@@ -297,3 +298,16 @@ def test_crays_mpi_needs_no_part_for_gpus(tmp_path):
         tmp_path, "-c", "from backstage.mpi import load_mpi; load_mpi()",
         MPICH_GPU_SUPPORT_ENABLED="1", PYTHONPATH=CLONE_PATH)
     assert end.stdout == "0\n", end.stderr
+
+
+def test_no_line_of_ours_is_taken_for_the_scripts(monkeypatch):
+    """Of two that say it, neither takes the other's place."""
+    monkeypatch.setenv("RANKCHECK_LIBRARY", "/workshop/jobs/")
+    process.add_library("/backstage/")
+    process.add_library("/backstage/")
+    patterns = os.environ["RANKCHECK_LIBRARY"]
+    assert patterns == "/workshop/jobs/|/backstage/"
+    sources = Sources({}, patterns)
+    for file in "backstage/run.py", "workshop/jobs/blocking_mpi.py":
+        assert sources.owner(str(ROOT / file)) == INSTALLED
+    assert sources.owner(str(ROOT / "code/train_gpt2.py")) == SCRIPT

@@ -699,9 +699,9 @@ def test_what_a_killed_check_has_left_is_removed(monkeypatch):
         assert killed.exists()
         os.chmod(parent, 0o1777)  # as /tmp
         another = leave_folder(parent, 65534) if os.getuid() == 0 else mine
-        theirs = Path(parent, "check-points-of-my-thesis")
-        marked = Path(parent, "check-marks")
-        linked = Path(parent, "check-link")
+        theirs = Path(parent, f"{scratch.PREFIX}of-my-thesis")
+        marked = Path(parent, f"{scratch.PREFIX}marks")
+        linked = Path(parent, f"{scratch.PREFIX}link")
         for folder, mark in (theirs, None), (marked, "another's words"):
             folder.mkdir()
             (folder / "best.pt").write_text("three weeks of training")

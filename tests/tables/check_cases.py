@@ -18,6 +18,8 @@ from pathlib import Path
 from conftest import all_processes
 from planted import load_all
 
+from rankcheck.engine.scratch import PREFIX
+
 CASES = load_all("check")
 
 
@@ -70,7 +72,7 @@ def problem(case, passed, says, out):
 def left_in(temporary):
     """The folders of ours in this folder for temporary files."""
     return [file for file in temporary.iterdir()
-            if file.name.startswith(("check-", "ranks-", "pymp-"))]
+            if file.name.startswith((PREFIX, "ranks-", "pymp-"))]
 
 
 def left_by(temporary):

@@ -43,6 +43,7 @@ import why_cases
 from check_cases import left_by, left_in, outcome
 from planted import HERE
 
+from rankcheck.engine.scratch import PREFIX
 from workshop.diff.diff import differences, load_lesson
 
 # What is taken for one another: a word, an operator, or what a string says.
@@ -368,7 +369,7 @@ def try_out(mutant):
     if "Traceback" in out:
         odd = "a traceback: " + out.splitlines()[-1]
     folder = tempfile.gettempdir()
-    if left_in(Path(folder)) or left_by(f"{folder}/check-"):
+    if left_in(Path(folder)) or left_by(f"{folder}/{PREFIX}"):
         odd += "something is left behind"
     if isinstance(mutant, Style):
         return ("passed" if passed else "refused", time.monotonic() - begin,

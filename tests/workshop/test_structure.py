@@ -84,6 +84,18 @@ def test_the_backstage_does_not_know_the_tools():
                         if not other.startswith("backstage")}, name
 
 
+# Words that rankcheck, which is for any script, does not know
+OF_THE_COURSE = re.compile(
+    r"workshop|backstage|blocking_mpi|lesson|attendee|/check-|\bcourse\b")
+
+
+@pytest.mark.parametrize("tool", [
+    tool for tool in TOOLS if tool.startswith("rankcheck.")])
+def test_rankcheck_does_not_know_the_course(tool):
+    found = OF_THE_COURSE.search(TOOLS[tool].read_text())
+    assert not found, found[0]
+
+
 def find_room(tool):
     """(its house, the number of its room from the ground up)."""
     house, _, inside = tool.partition(".")

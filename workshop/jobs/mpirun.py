@@ -56,6 +56,7 @@ class Mpirun(Torchrun):
     """
 
     link: socket.socket | None = None  # of a rank, to its proxy
+    waiting_files = (*Torchrun.waiting_files, "blocking_mpi.py")
 
     def __init__(self, sleeping: bool = True) -> None:
         self.sleeping = sleeping

@@ -153,8 +153,7 @@ def where(trial: Trial, rank: int) -> list[Fragment]:
     if lines:
         function = stack[0][2] if stack else ""
         for file, _, name in stack:  # of torch or MPI, if it is in one
-            if file.endswith(("distributed_c10d.py", "blocking_mpi.py")) and (
-                    name != "wrapper"):
+            if file.endswith(trial.waiting_files) and name != "wrapper":
                 function = name
         return [f"rank {rank} is in ", lines[0], f" ({function})"]
     calls = [call for call in trial.calls(rank) if call["lines"]]

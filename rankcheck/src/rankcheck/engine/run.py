@@ -24,6 +24,8 @@ class Torchrun:
     """
 
     processes: Sequence[subprocess.Popen[bytes]] = ()  # that it has started
+    # how the files end whose functions communicate: by these a line is named
+    waiting_files: tuple[str, ...] = ("distributed_c10d.py",)
 
     def begin(self, run: Run, folder: Path) -> None:
         """Start what the forked ranks need. folder: for its files."""

@@ -23,8 +23,9 @@ from rankcheck.engine import fork_server
 from rankcheck.system.errors import UserError, read_regular, require, show_path
 
 LARGEST = 1_000_000  # bytes of a script
-LONGEST = 48  # characters of a folder in which sockets still have a place
-ROOM = 50e6  # bytes that a check may need
+PREFIX = "rankcheck-run-"  # begins the name of each folder
+LONGEST = 40  # characters of a folder in which sockets still have a place
+ROOM = 50e6  # bytes that a run may need
 MARK = ".rankcheck"  # the file in each folder that is ours to remove,
 OURS = "made by rankcheck; removed once its process has ended\n"
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL",
@@ -118,13 +119,13 @@ def make_folder() -> Path:
     """Make a new folder: with room, and not too deep.
 
     It holds a mark, which is locked while this process lives. Folders whose
-    mark nobody holds any more are of checks that were killed (kill -9), and
-    are removed.
+    mark nobody holds any more are of processes that were killed (kill -9),
+    and are removed.
     """
     parent = tempfile.gettempdir()
     if len(parent) > LONGEST and os.access("/tmp", os.W_OK):
         parent = "/tmp"  # the address of a socket has 108 characters at most
-    for mark in Path(parent).glob(f"check-*/{MARK}"):
+    for mark in Path(parent).glob(f"{PREFIX}*/{MARK}"):
         with contextlib.suppress(OSError), open(mark, "r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if (file.read(len(OURS)) == OURS
@@ -132,7 +133,7 @@ def make_folder() -> Path:
                 shutil.rmtree(mark.parent)
     if shutil.disk_usage(parent).free < ROOM:
         raise full(parent)
-    folder = Path(tempfile.mkdtemp(prefix="check-", dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     own = os.open(folder / MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(own, fcntl.LOCK_EX)  # until this process ends
     os.write(own, OURS.encode())
@@ -140,8 +141,11 @@ def make_folder() -> Path:
 
 
 def full(folder: str | Path) -> UserError:
-    """Return the error that there is no room in the folder."""
-    return UserError(f"{folder} is full: make room there, or name another "
+    """Return the error that there is no room in the folder, or in that which
+    a folder of `make_folder` is in.
+    """
+    place = str(folder).partition(f"/{PREFIX}")[0]
+    return UserError(f"{place} is full: make room there, or name another "
                      "folder for temporary files, export TMPDIR=...")
 
 

@@ -18,7 +18,7 @@ from rankcheck.engine.hang_detector import (
     read_events,
 )
 from rankcheck.engine.ranks import Flag, Launch, Rank
-from rankcheck.engine.run import RunOptions
+from rankcheck.engine.run import RunOptions, Torchrun
 from rankcheck.system.errors import InternalError
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class Trial:
         first_step: the number of the first that it makes.
         kills: whether its launcher ends all after one that fails.
         alike: whether all ranks call the same collectives.
+        waiting_files: as the launcher of its ranks has them.
     """
 
     script: Path
@@ -65,6 +66,7 @@ class Trial:
     first_step: int = 0
     kills: bool = False
     alike: bool = True
+    waiting_files: tuple[str, ...] = Torchrun.waiting_files
 
     def asked(self, what: str, rank: int = 0) -> list[Any]:
         """Return the values with which a rank has asked for something."""
@@ -110,6 +112,7 @@ def watch(trial: AnyTrial, flags: Iterable[Flag], seen: Path,
     launch = Launch(trial.script, *flags, env=env, **options)
     patience = Patience(launch, seen, say, budget)
     trial.ranks = launch.wait(SECONDS, patience)
+    trial.waiting_files = launch.launcher.waiting_files
     trial.gave_up, trial.cpu = patience.reason, patience.cpu
     trial.patience = budget.patience
     trial.seconds = time.monotonic() - begin

@@ -23,7 +23,7 @@ KILLED = ("the system ended a process, most likely because the memory is "
 class UserError(Exception):
     """Something that the user can fix: shown as one line, no traceback."""
 
-    status = 1  # with which the course's commands end
+    status = 1  # for a program that calls rankcheck, as its exit status
 
 
 class InternalError(UserError):

@@ -31,7 +31,7 @@ PACKAGES = re.compile(r"/(site|dist)-packages/")
 # Python's own `<string>` and torch.compile's files; what a user types is none
 NO_FILE = re.compile(r"^<(?!stdin>)|/c[a-z2-7]{51}\.py$")
 LAUNCHERS = re.compile(
-    r"/(rankcheck/(engine|launch|system|why)|workshop/jobs)/\w+\.py$"
+    r"/rankcheck/(engine|launch|system|why)/\w+\.py$"
     r"|/(site|dist)-packages/(accelerate/commands|deepspeed/launcher)/"
     r"|/\.local/bin/[^/]*$")
 # In a record without folders, as older ones are, by the path alone
