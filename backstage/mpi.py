@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from backstage.errors import UserError, leave, report
-from backstage.process import LAUNCHERS, check_names, find_launcher, stop_all
+from backstage.process import (
+    RANK_VARIABLES,
+    check_names,
+    find_launcher,
+    stop_all,
+)
 
 # What to do if the library has found no other process than this one.
 OTHER = ("mpi4py has loaded {library}, which is not this mpirun's MPI: start "
@@ -54,7 +59,7 @@ def join_mpi(env: MutableMapping[str, str] = os.environ) -> Any:
     """
     launcher, size = find_launcher(env)
     if launcher and size > 1:
-        env["RANK"] = env[LAUNCHERS[launcher][0]]  # an error is said once
+        env["RANK"] = env[RANK_VARIABLES[launcher][0]]  # an error is said once
     elif not launcher and "RANK" in env:
         check_names(env)
         launcher, size = "torchrun", int(env["WORLD_SIZE"])

@@ -27,7 +27,7 @@ from backstage.errors import UserError, require, to_count
 # Who has started this process: the first whose variables, for the rank and the
 # number of processes, are there. mpirun and Hydra may have been started by
 # srun's step themselves, so they come before srun, which sets PMI's, too.
-LAUNCHERS: dict[str, tuple[str, ...]] = {
+RANK_VARIABLES: dict[str, tuple[str, ...]] = {
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
@@ -69,7 +69,7 @@ def find_launcher(env: Mapping[str, str]) -> tuple[str, int]:
     A SLURM allocation's shells have SLURM_PROCID and SLURM_NTASKS, too:
     SLURM_STEP_NUM_TASKS tells whether srun started us.
     """
-    for launcher, names in LAUNCHERS.items():
+    for launcher, names in RANK_VARIABLES.items():
         counts = [to_count(env.get(name, "")) for name in names]
         size = counts[1]
         if size is not None and None not in counts:
@@ -168,7 +168,7 @@ def translate_names(env: MutableMapping[str, str]) -> None:
     elif launcher == "srun" and size > 1:
         name_step_ranks(env)
     elif size > 1:
-        env["RANK"] = env[LAUNCHERS[launcher][0]]
+        env["RANK"] = env[RANK_VARIABLES[launcher][0]]
         stop_all(f"{launcher} has started {size} processes, and each would "
                  "work alone: put `-m workshop.as_torchrun` between python "
                  f"and the script (mpirun -n {size} python -m "

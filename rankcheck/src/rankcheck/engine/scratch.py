@@ -28,8 +28,9 @@ LONGEST = 40  # characters of a folder in which sockets still have a place
 ROOM = 50e6  # bytes that a run may need
 MARK = ".rankcheck"  # the file in each folder that is ours to remove,
 OURS = "made by rankcheck; removed once its process has ended\n"
-LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL",
-             "TORCHELASTIC_")
+# Variables that a launcher has set for this process: how they begin, and names
+LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL",
+                     "TORCHELASTIC_")
 NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE",
          "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -164,6 +165,6 @@ def quiet_environment(temporary: str | Path,
         hidden: variables that hide GPUs.
     """
     env = {key: value for key, value in os.environ.items()
-           if key not in NAMES and not key.startswith(LAUNCHERS)}
+           if key not in NAMES and not key.startswith(LAUNCHER_PREFIXES)}
     return {**env, **hidden, "GLOO_SOCKET_IFNAME": LOOPBACK,
             "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}

@@ -26,10 +26,10 @@ RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK",
          "OMPI_COMM_WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
          ("PMI_RANK", "PMI_SIZE"))
 # A launcher's agent is no rank, whatever srun has told it
-LAUNCHERS = {"torchrun", "torch.distributed.run", "torch.distributed.launch",
-             "accelerate", "accelerate-launch", "accelerate.commands.launch",
-             "deepspeed", "deepspeed.launcher.launch",
-             "deepspeed.launcher.runner"}
+LAUNCHER_PROGRAMS = {
+    "torchrun", "torch.distributed.run", "torch.distributed.launch",
+    "accelerate", "accelerate-launch", "accelerate.commands.launch",
+    "deepspeed", "deepspeed.launcher.launch", "deepspeed.launcher.runner"}
 
 
 def find_error() -> BaseException | None:
@@ -117,9 +117,9 @@ def is_launcher(command: Sequence[str]) -> bool:
         module = re.fullmatch("-[a-zA-Z]*m(.*)", word)
         if module:
             name = module[1] or next(words, "")
-            return os.path.basename(name) in LAUNCHERS
+            return os.path.basename(name) in LAUNCHER_PROGRAMS
         if not word.startswith("-"):
-            return os.path.basename(word) in LAUNCHERS
+            return os.path.basename(word) in LAUNCHER_PROGRAMS
         if word in ("-W", "-X"):
             next(words, None)
     return False

@@ -30,7 +30,7 @@ NAMED = (SCRIPT, INSTALLED, LAUNCHER)
 PACKAGES = re.compile(r"/(site|dist)-packages/")
 # Python's own `<string>` and torch.compile's files; what a user types is none
 NO_FILE = re.compile(r"^<(?!stdin>)|/c[a-z2-7]{51}\.py$")
-LAUNCHERS = re.compile(
+LAUNCHER_FILES = re.compile(
     r"/rankcheck/(engine|launch|system|why)/\w+\.py$"
     r"|/(site|dist)-packages/(accelerate/commands|deepspeed/launcher)/"
     r"|/\.local/bin/[^/]*$")
@@ -152,7 +152,7 @@ class Sources:
             for name, pattern in OLD_FOLDERS[:2]:
                 if pattern.search(file):
                     return name
-        if LAUNCHERS.search(file):
+        if LAUNCHER_FILES.search(file):
             return LAUNCHER
         if PACKAGES.search(file):
             return INSTALLED

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankcheck.system.errors import UserError, require
-from rankcheck.system.launchers import LAUNCHERS
+from rankcheck.system.launchers import LAUNCHER_PROGRAMS
 
 # What it gives each process beside the environment
 TELLS = {"deepspeed": ["--local_rank={rank}"],
@@ -86,8 +86,8 @@ def read(words: Iterable[str]) -> Program:
             words.pop(0)
             while words and re.fullmatch("-[^mc].*", words[0]):
                 del words[:2 if words[0] in ("-W", "-X") else 1]
-        elif word in LAUNCHERS or (
-                module and words[1:] and words[1] in LAUNCHERS):
+        elif word in LAUNCHER_PROGRAMS or (
+                module and words[1:] and words[1] in LAUNCHER_PROGRAMS):
             launcher = words[1] if module else word
             told = TELLS.get(launcher, [])
             words = after_flags(words[2 if module else 1:], launcher)
