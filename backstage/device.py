@@ -29,8 +29,8 @@ def find_device(name: str = "auto") -> torch.device:
     if name == "auto" and accelerator is None:
         name, gpu = "cpu", find_gpu()
         require(not gpu, f"{gpu}, but PyTorch {torch.__version__} finds none "
-                "that it can use: `python -m workshop doctor` says why; or "
-                "train on the CPU with --device cpu")
+                "that it can use: install a build of it that fits the driver, "
+                "or train on the CPU with --device cpu")
     here = ["cpu", *([accelerator.type] if accelerator else [])]
     require(name in ("auto", *here), f"--device {name} is not on this "
             f"machine: choose from {', '.join(here)}")

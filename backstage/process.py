@@ -170,9 +170,9 @@ def translate_names(env: MutableMapping[str, str]) -> None:
     elif size > 1:
         env["RANK"] = env[RANK_VARIABLES[launcher][0]]
         stop_all(f"{launcher} has started {size} processes, and each would "
-                 "work alone: put `-m workshop.as_torchrun` between python "
-                 f"and the script (mpirun -n {size} python -m "
-                 "workshop.as_torchrun code/train_gpt2.py)", env)
+                 "train independently: start them with `torchrun "
+                 f"--nproc-per-node {size} {shlex.quote(sys.argv[0])}`, or "
+                 f"set {', '.join(NEEDED)} for each process", env)
 
 
 def check_names(env: Mapping[str, str]) -> None:

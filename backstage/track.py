@@ -5,8 +5,8 @@ TensorBoard and wandb write into the run's folder and need no network:
 runs/*/wandb/offline-run-*` uploads them later.
 
 With --profile N each rank writes what its operators and kernels did in N steps
-to RUN/profile/<date>-trace/rank<r>.json.gz: see https://ui.perfetto.dev, and
-`python -m workshop profile RUN`, a table of where the time goes.
+to RUN/profile/<date>-trace/rank<r>.json.gz: see https://ui.perfetto.dev. The
+course's tools make a table of it: where the time goes.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def test_rank_0_is_not_where_it_is_said(host, words):
      ("RANK=x", "WORLD_SIZE=four", "no LOCAL_RANK")),
     *((stage, {**OPEN, "OMPI_COMM_WORLD_RANK": "0"},
        ("Open MPI has started 8 processes",
-        "mpirun -n 8 python -m workshop.as_torchrun"))
+        "`torchrun --nproc-per-node 8 "))
       for stage in ("std", "ddp"))], ids=str)
 def test_a_stage_that_cannot_know_its_rank_says_so(
         stage, env, words, data, tmp_path):

@@ -84,6 +84,14 @@ def test_the_backstage_does_not_know_the_tools():
                         if not other.startswith("backstage")}, name
 
 
+def test_the_backstage_names_no_command_of_the_tools():
+    """A copy of it that somebody has taken home has none of them."""
+    for name, path in MODULES.items():
+        if name.startswith("backstage"):
+            found = re.search(r"-m workshop|workshop[./]", path.read_text())
+            assert not found, name
+
+
 # Words that rankcheck, which is for any script, does not know
 OF_THE_COURSE = re.compile(
     r"workshop|backstage|blocking_mpi|lesson|attendee|/check-|\bcourse\b")
