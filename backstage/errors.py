@@ -37,6 +37,8 @@ Flags = TypeVar("Flags")  # a dataclass
 class UserError(Exception):
     """Something that the user can fix: shown as one line, no traceback."""
 
+    status = 1  # the exit status of a program that it ends
+
 
 # What a terminal obeys, or by which it turns a line around; not line ends and
 # tabs.
@@ -144,7 +146,7 @@ def report(error: BaseException) -> int:
         sys.stdout.flush()
     except OSError:
         silence()
-    return getattr(error, "status", 1)
+    return error.status if isinstance(error, UserError) else 1
 
 
 def leave(status: str | int | None) -> NoReturn:
@@ -296,9 +298,9 @@ def silence() -> None:
 
 def explain(error: BaseException) -> str | None:
     """One line for an error that the user can fix, or None for a bug."""
-    kind, *bases = (cls.__name__ for cls in type(error).__mro__)
-    if "UserError" in (kind, *bases):  # also a tool's own
+    if isinstance(error, UserError):
         return str(error)
+    kind = type(error).__name__
     first = (str(error).strip().splitlines() or [""])[0]
     if (kind == "OutOfMemoryError" or first == "CUDA error: out of memory"
             or "STATUS_ALLOC_FAILED" in first):  # cuBLAS's, cuDNN's

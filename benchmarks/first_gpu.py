@@ -35,10 +35,11 @@ import tyro
 
 from backstage import ROOT, dataset
 from backstage.device import device_name, find_device, memory_size
-from backstage.errors import parse_flags, require, run_main
+from backstage.errors import parse_flags, require
 from backstage.files import new_folder, show_path, write_atomically
 from backstage.process import count_cores
 from rankcheck.why.start import FOLDER, switch_on
+from workshop.errors import run_tool
 from workshop.jobs import interpreter
 from workshop.jobs.doctor import name_commit, name_driver, name_libraries
 from workshop.jobs.mpirun import OPEN_MPI
@@ -408,4 +409,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_tool(main)

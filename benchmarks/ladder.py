@@ -43,11 +43,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from backstage import ROOT, dataset
 from backstage.device import device_name
-from backstage.errors import parse_flags, require, run_main
+from backstage.errors import parse_flags, require
 from backstage.files import reading, show_path, write_atomically
 from backstage.process import count_cores
 from rankcheck.engine.ranks import Launch
 from rankcheck.engine.run import Torchrun
+from workshop.errors import run_tool
 from workshop.jobs import interpreter
 from workshop.jobs.mpirun import Mpirun
 from workshop.results import runs as results
@@ -420,4 +421,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_tool(main)

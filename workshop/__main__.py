@@ -7,11 +7,12 @@ import sys
 import traceback
 from typing import NoReturn
 
-from backstage.errors import UserError, run_main
+from backstage.errors import UserError
 from backstage.files import reason
 from rankcheck import __main__
 from workshop import command_line
 from workshop.command_line import CourseCommand
+from workshop.errors import run_tool
 
 VERIFY, WHY = (__main__.COMMANDS[name] for name in ("verify", "why"))
 # The commands as they come in a day
@@ -108,7 +109,7 @@ def parse() -> argparse.Namespace:
 
 def start() -> NoReturn:
     """The command `workshop`."""
-    run_main(main)
+    run_tool(main)
 
 
 if __name__ == "__main__":

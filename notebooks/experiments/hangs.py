@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 
 from backstage import ROOT
-from backstage.errors import run_main
 from rankcheck.engine.ranks import Launch
 from rankcheck.engine.run import Torchrun
 from rankcheck.why import witness
+from workshop.errors import run_tool
 from workshop.jobs.mpirun import Mpirun
 
 SCRIPT = ROOT / "notebooks" / "their_train.py"
@@ -123,4 +123,4 @@ def main():
 if __name__ == "__main__":
     from notebooks.experiments import hangs  # by this name its ranks know it
 
-    run_main(hangs.main)
+    run_tool(hangs.main)

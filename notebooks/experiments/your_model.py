@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 
 from backstage import ROOT
-from backstage.errors import require, run_main
+from backstage.errors import require
+from workshop.errors import run_tool
 
 SCRIPT = ROOT / "notebooks" / "your_model.py"
 
@@ -67,4 +68,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_tool(main)

@@ -31,7 +31,7 @@ HOUSES = {
         "why": "why.*",
         "commands": "__main__"},
     "workshop": {
-        "stages": "board command_line html stages vocabulary",
+        "stages": "board command_line errors html stages vocabulary",
         "results": "results.* why",
         "diff": "diff.*",
         "instructor":

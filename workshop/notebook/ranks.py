@@ -35,11 +35,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from backstage.errors import run_main
 from rankcheck.engine import fork_server
 from rankcheck.engine import ranks as processes
 from rankcheck.engine.run import Torchrun
 from rankcheck.system.errors import UserError
+from workshop.errors import run_tool
 from workshop.jobs.interpreter import last_line
 from workshop.jobs.mpirun import Mpirun
 
@@ -181,4 +181,4 @@ if __name__ == "__main__":
     if "RANK" in os.environ or sys.argv[4:] == ["mpirun"]:
         run_cell(*sys.argv[1:])
     else:
-        run_main(main)
+        run_tool(main)
