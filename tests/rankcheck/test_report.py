@@ -3,6 +3,7 @@ its own.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,8 +84,7 @@ def script(tmp_path, monkeypatch):
 def test_an_error_of_a_question_is_status_2(script, monkeypatch, capsys):
     """With each question broken, and with one of them."""
     one, *_ = questions.QUESTIONS
-    broken = [type(one)(question.title, raises, question.kinds,
-                        question.where, question.early)
+    broken = [replace(question, answer=raises)
               for question in questions.QUESTIONS]
     some = [*broken[:1], *questions.QUESTIONS[1:]]
     for asked, count in (broken, len(broken)), (some, 1):

@@ -26,6 +26,7 @@ from torch.nn.utils import clip_grad
 from verify_cases import CASES as SCRIPTS
 from verify_cases import outcome
 
+from rankcheck.engine.questions import Question
 from rankcheck.engine.ranks import Rank
 from rankcheck.engine.trial import Trial
 from rankcheck.record.recorder import Log
@@ -67,7 +68,7 @@ def recorded(tmp_path_factory):
 def answers(recorded, monkeypatch):
     """{title: the first finding of it that is not "ok"}, in their order."""
     def find(name, change):
-        trials, found, ask = recorded(name), {}, questions.ask
+        trials, found, ask = recorded(name), {}, Question.ask
         change(trials)
 
         def note(question, case):
@@ -81,7 +82,7 @@ def answers(recorded, monkeypatch):
             return trials.get((planned.size, planned.kind)) or copy.deepcopy(
                 trials[1, ""])
 
-        monkeypatch.setattr(questions, "ask", note)
+        monkeypatch.setattr(Question, "ask", note)
         answers = questions.verify(Runs(start, 2, 4))
         assert answers.not_checked and not answers.internal_errors
         return found

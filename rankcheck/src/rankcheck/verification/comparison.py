@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from rankcheck.engine.findings import Finding, Questions, fail
+from rankcheck.engine.findings import Finding, fail
+from rankcheck.engine.questions import Question
 from rankcheck.engine.trial import Record, Trial
 from rankcheck.record.tensors import names, put_together, whole_here, without
 from rankcheck.verification.locate import OutputComparison, compare_outputs
@@ -28,7 +29,8 @@ SAME_SETTING = 1e-3
 Update: TypeAlias = dict[str, Any]
 Ask: TypeAlias = "Callable[[Comparison], Iterable[Finding]]"
 
-QUESTIONS: Questions[Comparison, Ask] = Questions()
+# In the order in which they are asked: causes before their effects
+QUESTIONS: list[Question[Comparison]] = []
 
 
 def shows_tensors(case: Comparison) -> bool:
@@ -36,17 +38,24 @@ def shows_tensors(case: Comparison) -> bool:
     return not case.asked("FSDP1")
 
 
+def always(case: Comparison) -> bool:
+    """Return true: a question is asked about every comparison."""
+    return True
+
+
 def question(title: str, where: Callable[[Comparison], bool] = shows_tensors
              ) -> Callable[[Ask], Ask]:
     """Ask the decorated function about a `Comparison`.
-
-    Of FSDP 1, only those of `QUESTIONS.add` ask.
 
     Args:
         title: what is right where the answer is "ok".
         where: whether it is asked about a comparison.
     """
-    return QUESTIONS.add(title, where=where)
+    def add(answer: Ask) -> Ask:
+        QUESTIONS.append(Question(title, answer, where))
+        return answer
+
+    return add
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rankcheck.engine.findings import Finding, Proof, Question
-from rankcheck.system.errors import describe_error
+from rankcheck.engine.findings import Finding, Proof
+from rankcheck.engine.questions import ask_all
 from rankcheck.verification.choice import choose
-from rankcheck.verification.comparison import QUESTIONS, Ask, Comparison
+from rankcheck.verification.comparison import QUESTIONS, Comparison
 
 from rankcheck.verification.questions import (  # isort: skip
     begin, samples, optimizers, together, single, left, nodes, resume)
@@ -31,8 +31,8 @@ REQUIRED = {
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What the questions have found.
+class Verification:
+    """What is known of a script once all questions have been asked.
 
     Attributes:
         findings: in the order of the questions, causes before effects.
@@ -47,27 +47,26 @@ class Answers:
     internal_errors: list[str]
 
 
-def verify(runs: Runs) -> Answers:
-    """Ask all questions about a script's runs."""
+def verify(runs: Runs) -> Verification:
+    """Make the runs that have to be compared, and ask all questions."""
     choice = choose(runs)
     comparison, findings = choice.comparison, choice.findings
     if comparison is None:
-        return Answers(findings, [f"all else: {choice.reason}"],
-                       [choice.reason], [])
-    errors: list[str] = []
-    for question in QUESTIONS:
-        comparison = replace(comparison, failed=any(
-            finding.verdict == "FAIL" for finding in findings))
-        try:
-            answers = ask(question, comparison)
-        except Exception as error:  # of ours, or of a torch we do not know
-            errors.append(f"{question.title}: {describe_error(error)}")
-            continue
-        for finding in answers:
-            findings.append(finding)
-            comparison = replace(comparison, **finding.learned)
-    return Answers(by_update(findings), not_seen(comparison),
-                   missing(findings, comparison), errors)
+        return Verification(findings, [f"all else: {choice.reason}"],
+                            [choice.reason], [])
+    for finding in findings:
+        comparison = learn(comparison, finding)
+    answers = ask_all(QUESTIONS, comparison, learn)
+    findings = findings + answers.findings
+    return Verification(by_update(findings), not_seen(answers.subject),
+                        missing(findings, answers.subject),
+                        answers.internal_errors)
+
+
+def learn(comparison: Comparison, finding: Finding) -> Comparison:
+    """Return the comparison with what a finding tells later questions."""
+    failed = comparison.failed or finding.verdict == "FAIL"
+    return replace(comparison, failed=failed, **finding.learned)
 
 
 def missing(findings: list[Finding], case: Comparison) -> list[str]:
@@ -97,17 +96,6 @@ def by_update(findings: list[Finding]) -> list[Finding]:
         else:
             ordered.append(finding)
     return ordered
-
-
-def ask(question: Question[Comparison, Ask], case: Comparison
-        ) -> list[Finding]:
-    """Return a question's findings, each with the question's title."""
-    if not question.where(case):
-        return []
-    findings = [*question.answer(case)]
-    for finding in findings:
-        finding.question = question.title
-    return findings
 
 
 def may_be(case: Comparison) -> str:

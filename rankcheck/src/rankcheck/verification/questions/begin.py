@@ -18,8 +18,8 @@ from rankcheck.engine.findings import (
 )
 from rankcheck.record.tensors import elements, pieces, put_together
 from rankcheck.verification.comparison import (
-    QUESTIONS,
     Comparison,
+    always,
     as_bytes,
     find_extra,
     find_skips,
@@ -118,7 +118,7 @@ def process_group(case: Comparison) -> list[Finding]:
     return [fail("no rank joins a process group: each trains alone", hint)]
 
 
-@QUESTIONS.add("all ranks leave out the same updates")
+@question("all ranks leave out the same updates", always)
 def skipped_updates(case: Comparison) -> list[Finding]:
     """Answer whether a rank makes an update that another leaves out."""
     return find_skips(case.together)

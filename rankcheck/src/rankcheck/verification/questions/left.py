@@ -9,9 +9,9 @@ from rankcheck.engine.exits import in_brackets
 from rankcheck.engine.findings import Finding, fail, ok, percent, warn
 from rankcheck.record.tensors import assemble, whole_here
 from rankcheck.verification.comparison import (
-    QUESTIONS,
     UPDATE,
     Comparison,
+    always,
     first_weights,
     flat,
     off,
@@ -109,7 +109,7 @@ def follow_other_weights(case: Comparison) -> bool:
     return error is not None and not error.is_small
 
 
-@QUESTIONS.add("one rank alone writes and prints")
+@question("one rank alone writes and prints", always)
 def files(case: Comparison) -> Iterator[Finding]:
     """Answer whether several ranks write a file, or print the same lines."""
     for opener, names in find_shared_files(case).items():

@@ -25,7 +25,6 @@ from rankcheck.engine.trial import Trial
 from rankcheck.record.tensors import put_together
 from rankcheck.verification.comparison import (
     GRADIENT,
-    QUESTIONS,
     Comparison,
     are_close,
     flat,
@@ -152,7 +151,7 @@ def all_on_the_first(case: Comparison) -> bool:
     return all(seen["devices"] == [0] for seen in case.together.seen)
 
 
-@QUESTIONS.add("as two nodes the ranks train as on one",
+@question("as two nodes the ranks train as on one",
                where=lambda case: why_not(case) == NOT_YET)
 def as_two_nodes(case: Comparison) -> Iterator[Finding]:
     """Answer whether the ranks train as two nodes as they do on one."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from rankcheck.engine.findings import Finding, fail, ok, percent, warn
 from rankcheck.verification.comparison import (
     LOSS,
-    QUESTIONS,
     Comparison,
     Update,
+    always,
     are_close,
+    question,
     rows,
 )
 from rankcheck.verification.questions.records import (
@@ -104,7 +105,7 @@ class RateComparison:
     differs: bool = False
 
 
-@QUESTIONS.add("the ranks read different samples")
+@question("the ranks read different samples", always)
 def samples(case: Comparison) -> list[Finding]:
     """Answer whether each rank reads samples of its own, and how many."""
     sets = sample_sets(case)
@@ -531,7 +532,7 @@ def compare_rates(case: Comparison, single_rates: list[float],
     return RateComparison(text, None)
 
 
-@QUESTIONS.add("the ranks' samplers agree")
+@question("the ranks' samplers agree", always)
 def samplers(case: Comparison) -> list[Finding]:
     """Answer whether the ranks' DistributedSamplers divide one order."""
     starts = flatten(sampler_starts(case.together, rank)[:1]

@@ -1,0 +1,87 @@
+"""Questions about what was recorded, and the loop that asks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rankcheck.engine.findings import Finding
+from rankcheck.system.errors import describe_error
+
+Subject = TypeVar("Subject")  # what is asked about: runs, and what is known
+
+
+@dataclass(frozen=True)
+class Question(Generic[Subject]):
+    """Something that has to be so, and the function that finds it out.
+
+    Attributes:
+        title: what is right where the answer is "ok".
+        answer: returns findings; it starts nothing and changes nothing.
+        applies: whether the question is asked about a subject.
+        ends: whether a failure ends the questions: after a script that did
+            not come to its end, the others have nothing to look at.
+    """
+
+    title: str
+    answer: Callable[[Subject], Iterable[Finding]]
+    applies: Callable[[Subject], bool] = lambda _: True
+    ends: bool = False
+
+    def ask(self, subject: Subject) -> list[Finding]:
+        """Return the findings, each with this question's title."""
+        if not self.applies(subject):
+            return []
+        findings = [*self.answer(subject)]
+        for finding in findings:
+            finding.question = self.title
+        return findings
+
+
+@dataclass(frozen=True)
+class Answers(Generic[Subject]):
+    """What questions have found.
+
+    Attributes:
+        subject: with all that was learned of it.
+        findings: in the order of the questions, causes before their effects.
+        internal_errors: a line for each question that raised an exception:
+            an error of ours, or of a torch that we do not know.
+    """
+
+    subject: Subject
+    findings: list[Finding]
+    internal_errors: list[str]
+
+
+def keep(subject: Subject, finding: Finding) -> Subject:
+    """Learn nothing from a finding."""
+    return subject
+
+
+def ask_all(questions: Iterable[Question[Subject]], subject: Subject,
+            learn: Callable[[Subject, Finding], Subject] = keep
+            ) -> Answers[Subject]:
+    """Ask all questions that apply, one after the other.
+
+    Args:
+        questions: causes before their effects.
+        subject: what they are asked about.
+        learn: adds to the subject what a finding tells later questions.
+    """
+    findings: list[Finding] = []
+    errors: list[str] = []
+    for question in questions:
+        try:
+            answered = question.ask(subject)
+        except Exception as error:
+            errors.append(f"{question.title}: {describe_error(error)}")
+            continue
+        findings += answered
+        for finding in answered:
+            subject = learn(subject, finding)
+        failed = any(finding.verdict == "FAIL" for finding in answered)
+        if failed and question.ends:
+            break
+    return Answers(subject, findings, errors)
