@@ -17,6 +17,7 @@ from rankcheck.engine import fork_server, run, sandbox, scratch
 from rankcheck.engine.findings import Finding, Report, warn
 from rankcheck.engine.hang_detector import PATIENCE, Budget
 from rankcheck.engine.report import Events, Quiet, Terminal
+from rankcheck.engine.workspace import Workspace, open_workspace
 from rankcheck.system.errors import NotCompared, UserError, require, show_path
 from rankcheck.system.version import require_torch
 from rankcheck.verification.program import Program, read
@@ -203,25 +204,23 @@ def examine(words: list[str], size: int, steps: int,
     preload = [*run.PRELOAD, *WATCHES, *(
         name for name in PRELOAD if name.split(".")[0].encode() in data)]
     resume_flags = split_flags(resume_with)
-    files = sandbox.Kept()
-    with scratch.scratch_folder(out.interrupted) as folder:
+    with open_workspace(out.interrupted) as workspace:
         fork_server.get_servers(preload, size, 0)  # import torch meanwhile
         fork_server.preload_one("torch")
         from rankcheck.verification import questions, runs
 
-        (folder / "tmp").mkdir()
-        files.changed()  # by others, while torch was imported
+        workspace.files.changed()  # by others, while torch was imported
         text = (f"{program.name} as 1 and as {size} processes, {steps} "
                 f"updates on the {device.upper()}")
         if program.launcher:
             text += f" ({program.launcher} and its own flags are left out)"
         out.say(text)
-        experiment = Experiment(program, size, device, patience, folder,
+        experiment = Experiment(program, size, device, patience, workspace,
                                 preload, out.say)
         made = runs.Runs(experiment.start, size, steps, device, resume_flags)
         answers = questions.verify(made)
         findings = answers.findings
-        if changed := files.changed():
+        if changed := workspace.files.changed():
             findings.append(warn(changed, sandbox.BY_WHOM))
     for finding in findings:
         out.report(finding=[finding.verdict, finding.text, finding.advice])
@@ -254,7 +253,7 @@ class Experiment:
         device: "gpu" where there are GPUs, else "cpu".
         patience: seconds without an update after which idle ranks are given
             up.
-        folder: of all that the runs need and leave.
+        workspace: where the runs are made.
         preload: modules that are imported once for all ranks.
         say: is told what a run waits for.
     """
@@ -263,7 +262,7 @@ class Experiment:
     size: int
     device: str
     patience: float
-    folder: Path
+    workspace: Workspace
     preload: Sequence[str]
     say: Callable[[str], None]
 
@@ -275,10 +274,10 @@ class Experiment:
             UserError: the script could not be run.
         """
         from rankcheck.engine.exits import explain
-        from rankcheck.engine.trial import LITTLE, SECONDS, Trial, watch
+        from rankcheck.engine.trial import SECONDS, Trial
         from rankcheck.record import training
 
-        program, folder = self.program, self.folder
+        program, folder = self.program, self.workspace.folder
         size, kind = planned.size, planned.kind
         stand_in = "-gpus" if planned.gpus else ""
         seen = folder / f"{size}-{kind}{stand_in}"
@@ -296,23 +295,20 @@ class Experiment:
         # of how many updates the modules' outputs are recorded
         outputs = {"": 1, "still": self.size}.get(kind, 0)
         hidden = {} if self.device == "gpu" else ON_CPU
-        trial = watch(
+        trial = self.workspace.run(
             Trial(script), program.with_size(size, name, planned.flags), seen,
             self.say, Budget(SECONDS, idle=IDLE, patience=self.patience),
+            sandbox=copy, remedy=REMEDY,
             env=TORCHRUN | scratch.quiet_environment(temporary, hidden),
             world_size=size, module=program.module,
             place=str(cwd) if program.module else None,
-            probes=[copy, *training.probes(
+            probes=training.probes(
                 seen, size, planned.steps, kind, planned.gpus, self.device,
-                outputs)],
+                outputs),
             nodes=2 if kind == "nodes" else 1,
-            preload=self.preload, within=folder, cwd=str(cwd),
-            hashes=int(kind == "hashes"))
-        copy.require_kept(REMEDY)
+            preload=self.preload, hashes=int(kind == "hashes"))
         if trial.gave_up == "waits":
             raise NotCompared(self.describe_idle_run(size, explain(trial)))
-        if not all(trial.seen) and shutil.disk_usage(folder).free < LITTLE:
-            raise scratch.full(folder.parent)  # where checkpoints were saved
         if kind != "saved":
             shutil.rmtree(copy.top, ignore_errors=True)  # large checkpoints
         trial.script, trial.copy = program.script, copy.top

@@ -1,0 +1,97 @@
+"""The folder in which a script is tried, and the runs that are made in it.
+
+Verify and the course's check are clients of this: each names a script, its
+flags, what is recorded and what the ranks may take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rankcheck.engine.hang_detector import Budget
+from rankcheck.engine.ranks import Flag
+from rankcheck.engine.run import RunOptions
+from rankcheck.engine.sandbox import Kept, Sandbox
+from rankcheck.engine.scratch import full, scratch_folder
+
+if TYPE_CHECKING:
+    from typing import Unpack  # new in Python 3.11
+
+    from rankcheck.engine.trial import AnyTrial
+
+LITTLE = 1e6  # bytes; with no more than that left, a file may not be whole
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A folder for runs, beside files that have to stay as they are.
+
+    Attributes:
+        folder: of all that the runs need and leave.
+        files: those of the current folder, as they were at the beginning.
+    """
+
+    folder: Path
+    files: Kept = field(default_factory=Kept)
+
+    @property
+    def temporary(self) -> Path:
+        """The folder for the runs' temporary files."""
+        return self.folder / "tmp"
+
+    def run(self, trial: AnyTrial, flags: Iterable[Flag], seen: Path,
+            say: Callable[[str], None], budget: Budget, *,
+            sandbox: Sandbox, remedy: str, env: Mapping[str, str],
+            **options: Unpack[RunOptions]) -> AnyTrial:
+        """Run a trial's script once, in a sandbox and watched.
+
+        Args:
+            trial: which is filled with what came.
+            flags: of the script.
+            seen: the folder of the ranks' records.
+            say: is told what it waits for.
+            budget: what the ranks may take.
+            sandbox: the copy of the current folder in which they run.
+            remedy: what to do if the script changes files outside of it.
+            env: the variables of all ranks.
+            options: further fields of a `rankcheck.engine.run.Run`, but
+                for the folders.
+
+        Returns:
+            The trial.
+
+        Raises:
+            InternalError: a probe raised an exception.
+            UserError: the script would have changed files, or there is no
+                room for its own.
+        """
+        from rankcheck.engine.trial import watch  # imports torch
+
+        options["probes"] = [sandbox, *options.get("probes", ())]
+        options["cwd"] = str(sandbox.name(Path.cwd()))
+        options["within"] = self.folder
+        trial = watch(trial, flags, seen, say, budget, env=env, **options)
+        sandbox.require_kept(remedy)
+        came_to_end = all(trial.seen) and not any(
+            rank.status for rank in trial.ranks)
+        if not came_to_end and shutil.disk_usage(self.folder).free < LITTLE:
+            raise full(self.folder.parent)
+        return trial
+
+
+@contextlib.contextmanager
+def open_workspace(interrupted: bytes) -> Iterator[Workspace]:
+    """Give a workspace that is removed at the end, also on a signal.
+
+    interrupted: what is written to stdout where a signal ends the program.
+    """
+    files = Kept()
+    with scratch_folder(interrupted) as folder:
+        workspace = Workspace(folder, files)
+        workspace.temporary.mkdir()
+        yield workspace
