@@ -15,10 +15,17 @@ from rankcheck.record.tensors import assemble, describe
 from rankcheck.verification import comparison, runs
 from rankcheck.verification.questions import resume
 from workshop.board import Terminal
-from workshop.check.command import Check, Mistake, lines_as_in
-from workshop.check.plan import Mesh, StageTrial
-from workshop.check.questions import ask, model, process
-from workshop.check.questions.question import QUESTIONS, distance
+from workshop.check import experiment
+from workshop.check.experiment import Mistake, Outcome
+from workshop.check.lines import lines_as_in
+from workshop.check.plan import Mesh, PlannedTrial
+from workshop.check.questions import model
+from workshop.check.questions.question import (
+    QUESTIONS,
+    Examined,
+    distance,
+)
+from workshop.check.trials import StageTrial
 from workshop.diff.diff import Diff
 from workshop.stages import STAGES
 
@@ -80,11 +87,17 @@ def test_a_deep_expression_is_no_mistake(tmp_path):
     script = program(tmp_path / "train_gpt2.py", DEEP)
     ast.parse(DEEP)  # Python runs it
     one = trial(Rank(0, "", ""), script=script, asked=[], compiled=None)
+    one.source = DEEP.encode()
+    verdicts = {}
     for question in QUESTIONS:
-        if question.answer not in (process.definitions, process.devices):
-            continue
-        assert all(finding.verdict != "FAIL" for asked, finding
-                   in ask(one, trial(Rank(0, "", ""))) if asked is question)
+        if question.title in ("every name that it uses is defined",
+                              "each process asks for its own device"):
+            finding, = question.ask(Examined(one, one, "whole"))
+            verdicts[finding.text] = finding.verdict
+    assert verdicts == {
+        "each process asks for its own device": "ok",
+        "it was not checked whether every name that it uses is defined":
+            "warn"}
     solution = STAGES["ddp"].solution.read_text()
     diff = Diff("ddp", script, (solution + DEEP).encode())
     assert not diff.left and len(diff.others) == 1
@@ -93,19 +106,16 @@ def test_a_deep_expression_is_no_mistake(tmp_path):
 # ------------------------------------------------------------ odd scripts
 
 
-def check_of(script, verbose=False):
-    """A `Check` that tries nothing."""
-    bench = SimpleNamespace(plan=lambda _: [], stage="ddp", script=script)
-    return Check(bench, Terminal(verbose), None, str)
-
-
 def test_a_byte_order_mark_is_no_difference(tmp_path, capsys):
     """Notepad writes one. What is wrong is said, as of any script."""
     script = tmp_path / "train_gpt2.py"
     script.write_text(STAGES["std"].solution.read_text(), "utf-8-sig")
-    check = check_of(script)
-    check.wrong = Mistake("losses agree", "that of step 0 is 5", set(), "")
-    check.localise()
+    one = trial(Rank(0, "", ""))
+    planned = PlannedTrial("1", "whole", Mesh())
+    mistake = Mistake("losses agree", "that of step 0 is 5", frozenset(), "")
+    experiment.diagnose(
+        SimpleNamespace(stage="ddp", script=script), Terminal(False),
+        Outcome(planned, one, [], mistake, []), mistake)
     assert "changes are left" in capsys.readouterr().out
 
 
@@ -115,7 +125,8 @@ def test_what_follows_is_folded(capsys):
     for verbose, lines in ((False, [
             "  FAIL  off by 5", "        (1 more follows from it)"]), (True, [
             "  ok    it ends", "  FAIL  off by 5", "  and   so is the loss"])):
-        check_of("", verbose).tell(found, 1.0)
+        experiment.tell_findings(Terminal(verbose), found, 1.0,
+                                 verbose=verbose)
         assert capsys.readouterr().out.splitlines() == lines
 
 

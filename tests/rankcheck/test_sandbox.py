@@ -264,7 +264,7 @@ if os.environ.get("RANK", "0") == "0":
     before = writing(STAGES["std"].solution.read_text(),
                      "; os.system('echo >> out/large3')")
     assert check("ddp", script,
-                 change=number_of("ddp", "Reduce the gradients"))
+                 change=number_of("ddp", "Reduce the gradients")).ok
     assert [path.name for path in before if look(home)[path] != before[path]
             ] == ["large3"]
     assert ("warning: out/large3 changed meanwhile, by another program, or by "

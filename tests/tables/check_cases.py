@@ -36,7 +36,7 @@ def outcome(stage, text):
         script.write_text(text)
         with contextlib.redirect_stdout(out):
             try:
-                passed = check(stage, script)
+                passed = check(stage, script).ok
             except UserError as error:
                 passed = False
                 print(f"  FAIL  {error}")

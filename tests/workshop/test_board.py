@@ -26,10 +26,10 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WORKSHOP_CLASS", str(shared))
     board, script = Board(), edited(tmp_path, "ddp", (
         "loss = training_step(model, ", "loss = training_step(raw_model, "))
-    right = check("ddp", script, events=True)
+    report = check("ddp", script, events=True)
     for line in capsys.readouterr().out.splitlines():
         board.update(json.loads(line))
-    assert board.right is right is False
+    assert board.right is report.ok is False
     wait_for(lambda: classroom.read(shared))
     (person,) = classroom.read(shared)
     assert person.right is False

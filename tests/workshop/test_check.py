@@ -23,10 +23,12 @@ from backstage import errors as ours
 from rankcheck.engine import exits, fork_server, hang_detector
 from rankcheck.engine.hang_detector import Budget
 from rankcheck.engine.trial import Trial, watch
+from rankcheck.engine.workspace import Workspace
 from rankcheck.system.errors import UserError
 from workshop.check import plan
 from workshop.check.command import check
 from workshop.check.questions import ask
+from workshop.check.trials import Bench
 from workshop.diff import checked, documents
 from workshop.diff.diff import Diff
 from workshop.stages import STAGES
@@ -74,18 +76,19 @@ def test_one_change_alone(tmp_path, capsys, monkeypatch, stage, title, says):
     before = STAGES[STAGES[stage].after].solution.read_text()
     script.write_text(before)
     number = number_of(stage, title)
-    right = check(stage, script, change=number)
+    report = check(stage, script, change=number)
     out = capsys.readouterr().out
     assert says in out and f"Change {number} ({title}" in out
-    assert right == ("Correct" in out) and script.read_text() == before
+    assert report.ok == ("Correct" in out) and script.read_text() == before
+    as_made = report.ok and not report.warnings
     assert [name for name, _ in seen] == [  # it is not the whole check
-        f"{stage} {number}"] * ("ok" in out and "warn" not in out and right)
+        f"{stage} {number}"] * as_made
 
 
 def test_a_change_that_is_made_or_not_there(tmp_path, capsys):
     script = edited(tmp_path, "ddp", HANG)
     made, last = number_of("ddp", "Wrap"), len(documents.load("ddp"))
-    assert check("ddp", script, change=made)
+    assert check("ddp", script, change=made).ok
     assert f"Change {made} is made as in the" in capsys.readouterr().out
     with pytest.raises(ours.UserError, match=f"there is no change {last + 1}"):
         check("ddp", script, change=last + 1)
@@ -163,7 +166,8 @@ def test_a_signal_ends_it_at_once(
 
 def bench_of(stage, script, folder):
     (folder / "bench").mkdir()
-    return plan.Bench(folder / "bench", stage, script, script.read_bytes())
+    return Bench(Workspace(folder / "bench"), stage, script,
+                 script.read_bytes())
 
 
 def test_an_endless_loop_is_known_by_the_time_of_the_cpu(tmp_path):
@@ -184,9 +188,11 @@ def test_a_kernel_of_the_table(name, tmp_path):
     case, = (case for case in CASES if case.name == f"kernels: {name}")
     script = program(tmp_path / "train_gpt2.py", case.script())
     bench = bench_of("kernels", script, tmp_path)
-    row, *_ = bench.plan(False)
-    said = [finding.text for _, finding in ask(
-        bench.make(row), None, row.kind) if finding.verdict != "ok"]
+    row, *_ = plan.plan_trials("kernels")
+    answers = ask(bench.make(row), None, row.kind)
+    assert not answers.internal_errors
+    said = [finding.text for finding in answers.findings
+            if finding.verdict != "ok"]
     assert len(said) == (not case.right)
     assert all(words in "".join(said) for words in case.says)
 
@@ -204,7 +210,7 @@ def test_saved_during_the_check(tmp_path, temporary, capfd, monkeypatch):
     data = script.read_bytes()
     (tmp_path / "mine.py").write_text(
         f"import os; os.system('echo \"raise SystemExit(3)\" > {script}')\n")
-    assert check("ddp", script) and seen == [("ddp", data)]
+    assert check("ddp", script).ok and seen == [("ddp", data)]
     out, _ = capfd.readouterr()
     assert "Correct" in out.splitlines()[-1] and "  warn  " not in out
     rows = {line[:-30].strip(): line[-30:].split() for line in
@@ -236,7 +242,7 @@ def test_the_script_of_another_stage_is_named(capsys):
     with pytest.raises(ours.UserError, match="This is the stage ddp, but "
                        r"the lesson starts from std: .*reset std"):
         check("mpi", STAGES["ddp"].solution, change=3)
-    assert not check("mpi", STAGES["ddp"].solution)
+    assert check("mpi", STAGES["ddp"].solution).status == 1
     said = capsys.readouterr().out
     assert "This is the stage ddp, but" in said and "Without" not in said
 
@@ -254,13 +260,13 @@ def test_an_mpirun_that_hangs_before_the_script_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(hang_detector, "UNSTARTED", 2.0)
     bench = bench_of("mpi", STAGES["mpi"].solution, tmp_path)
     hangs.touch()
-    two = bench.make(plan.Row("once", "whole", plan.Mesh(1, 2, 1)))
+    two = bench.make(plan.PlannedTrial("once", "whole", plan.Mesh(1, 2, 1)))
     assert not hangs.exists()
     assert [rank.status for rank in two.ranks] == [0, 0]
 
     mpirun.write_text("#!/bin/sh\nexec sleep 600\n")
     with pytest.raises(UserError, match="mpirun does not start the processes"):
-        bench.make(plan.Row("twice", "whole", plan.Mesh(1, 2, 1)))
+        bench.make(plan.PlannedTrial("twice", "whole", plan.Mesh(1, 2, 1)))
 
 
 @pytest.mark.whole

@@ -12,12 +12,8 @@ from rankcheck.engine.exits import shorten
 from rankcheck.engine.findings import Line, fail
 from rankcheck.record.tensors import assemble, describe
 from workshop.check import localise
-from workshop.check.command import (
-    check,
-    lines_as_in,
-    make_others,
-    name_lines,
-)
+from workshop.check.command import check, make_others
+from workshop.check.lines import lines_as_in, name_lines
 from workshop.check.questions.process import definitions
 from workshop.check.questions.question import TIED, put_together
 from workshop.diff.desk import apply, reset
@@ -58,8 +54,8 @@ def test_next_is_the_first_change_that_is_left():
     std = STAGES["std"].solution
     for made, number in ([], 1), ([1, 2, 4], 3):
         data = Diff("ddp", std).apply(made).encode()
-        assert make_others(
-            Diff("ddp", std, data), "next", print)[0] == number
+        version = make_others(Diff("ddp", std, data), "next", print)
+        assert version.number == number and version.data
     with pytest.raises(UserError, match="no change is left"):
         make_others(Diff("ddp", std, edited()), "next", print)
 
@@ -154,7 +150,7 @@ def test_a_line_is_named_as_in_the_script_that_one_sees():
     finding = fail(["an error (", Line(2), "), in line 1: "],
                    ["not ", Line(3)])
     assert finding.lines == {2}
-    name_lines(finding, name)
-    assert (finding.text, finding.advice) == (
+    named = name_lines(finding, name)
+    assert (named.text, named.advice) == (
         "an error (the lesson's line `z = 3`), in line 1: ", "not line 4")
     assert name(Line(400)) == "line 400"

@@ -82,7 +82,7 @@ def test_two_mistakes_in_a_style_of_one_s_own(tmp_path, capsys):
         ("self.position += self.stride", "self.position += self.B"),
         ("        dist.all_reduce(report)  # the sum over all ranks\n", ""))
     path = program(tmp_path / "train_gpt2.py", script)
-    assert not check("ddp", path)
+    assert not check("ddp", path).ok
     out = capsys.readouterr().out
     for title, line in (
             ("Move on past", "        self.position += self.B"),
@@ -102,7 +102,7 @@ def test_a_script_that_cannot_be_compared(tmp_path, capsys):
                    "use_device(hp.device)"))
     path.write_bytes(f"# -*- coding: latin-1 -*-\n# é\n{script}".encode(
         "latin-1"))
-    assert not check("ddp", path)
+    assert not check("ddp", path).ok
     out = capsys.readouterr().out
     assert "rank 1 takes device 0" in out and "It is" not in out
     assert out.rstrip().endswith("Not yet. Use -v for details.")

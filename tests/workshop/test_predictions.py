@@ -10,9 +10,13 @@ import pytest
 from conftest import program
 
 from backstage import ROOT
-from workshop.check.command import Check, check, find_reference
-from workshop.check.plan import Bench
+from rankcheck.engine.workspace import Workspace
+from workshop.check import experiment
+from workshop.check.command import check
+from workshop.check.experiment import reference_of
+from workshop.check.plan import plan_trials
 from workshop.check.questions import ask
+from workshop.check.trials import Bench
 from workshop.diff import documents
 from workshop.diff.diff import Diff
 from workshop.notebook import ranks
@@ -92,12 +96,12 @@ QUOTED = {" ".join(QUOTE.findall(case[3])[0].split()): case
 def test_the_check_says_what_the_answer_quotes(
         quoted, stage, number, make, tmp_path, monkeypatch):
     """Which change it was is not asked: that takes many trials."""
-    monkeypatch.setattr(Check, "localise", lambda self: None)
+    monkeypatch.setattr(experiment, "diagnose", lambda *_: None)
     monkeypatch.chdir(tmp_path)  # of which each trial gets a copy
     script = program(tmp_path / "train_gpt2.py", make())
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert not check(stage, script, change=number)
+        assert check(stage, script, change=number).failures
     failed = re.search("^  FAIL  (.*)$", out.getvalue(), re.MULTILINE)
     assert quoted in failed[1], out.getvalue()
 
@@ -111,7 +115,7 @@ def test_the_check_warns_of_what_the_answer_quotes(
     monkeypatch.chdir(tmp_path)
     script = program(tmp_path / "train_gpt2.py", make())
     number = Diff(stage, script).left[0].number
-    assert check(stage, script, change=number)
+    assert check(stage, script, change=number).ok
     out = capsys.readouterr().out
     quotes = re.findall("`([^`]+)`", WARNS.search(text)[1])
     assert quotes and "  warn  " in out
@@ -145,11 +149,13 @@ def test_the_check_knows_a_wrapper_of_ones_own(tmp_path):
     script = tmp_path / "train_gpt2.py"
     script.write_text(text.replace("def main():", f"{mine}\n\ndef main():"))
     (tmp_path / "bench").mkdir()
-    bench = Bench(tmp_path / "bench", "ddp", script, script.read_bytes())
-    reference = find_reference(bench)
-    row, _ = bench.plan(True)
-    assert all(finding.verdict == "ok" for _, finding in ask(
-        bench.make(row), reference, row.kind))
+    bench = Bench(Workspace(tmp_path / "bench"), "ddp", script,
+                  script.read_bytes())
+    reference = reference_of(bench)
+    planned, _ = plan_trials("ddp", quickly=True)
+    answers = ask(bench.make(planned), reference, planned.kind)
+    assert answers.findings and not answers.internal_errors
+    assert all(finding.verdict == "ok" for finding in answers.findings)
 
 
 def run_cell(name, change=lambda source: source):

@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from conftest import needs
 
 from backstage.files import PART
 from rankcheck.engine.ranks import Rank
-from workshop.check.command import find_reference
-from workshop.check.plan import MINIBATCH, STEPS, Bench
+from rankcheck.engine.workspace import Workspace
+from workshop.check.experiment import reference_of
+from workshop.check.plan import MINIBATCH, STEPS, plan_trials
 from workshop.check.questions import QUESTIONS, ask
 from workshop.check.questions.question import LAST, TIED
+from workshop.check.trials import Bench
 from workshop.stages import STAGES
 
 # Columns of a check, each of a kind or sharded in a way of its own
@@ -39,17 +42,18 @@ def recorded(tmp_path_factory):
     @functools.cache
     def record(stage):
         solution = STAGES[stage].solution
-        bench = Bench(tmp_path_factory.mktemp("bench"), stage, solution,
-                      solution.read_bytes())
-        bench.reference = find_reference(bench)
+        bench = Bench(Workspace(tmp_path_factory.mktemp("bench")), stage,
+                      solution, solution.read_bytes())
+        reference = reference_of(bench)
         trials = {}
-        for row in bench.plan(False):
-            if row.column in RECORDED[stage]:
+        for planned in plan_trials(stage):
+            if planned.name in RECORDED[stage]:
                 if stage != "ddp":  # two microbatches: DTensors take long
-                    row.flags += ("--microbatch-size",
-                                  MINIBATCH // row.mesh.dp // 2)
-                trials[row.column] = row.kind, bench.make(row)
-        return pickle.loads(pickle.dumps((trials, bench.reference)))
+                    size = MINIBATCH // planned.mesh.dp // 2
+                    planned = replace(planned, flags=(
+                        *planned.flags, "--microbatch-size", size))
+                trials[planned.name] = planned.kind, bench.make(planned)
+        return pickle.loads(pickle.dumps((trials, reference)))
 
     return record
 
@@ -63,8 +67,9 @@ def answers(recorded, stage, column, change):
     kind, trial = trials[column]
     trial = copy.deepcopy(trial)
     kind = change(trial) or kind
-    return {question.title: finding
-            for question, finding in ask(trial, reference, kind)
+    found = ask(trial, reference, kind)
+    assert not found.internal_errors
+    return {finding.question: finding for finding in found.findings
             if finding.verdict != "ok"}
 
 

@@ -1,38 +1,47 @@
-"""The check: trials on each mesh of a stage, and one diagnosis."""
+"""python -m workshop check: the script on the desk, against one device."""
+
+from __future__ import annotations
 
 import argparse
-import re
-import tokenize
-from collections import Counter
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import SequenceMatcher
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
 from rankcheck.engine import fork_server, sandbox
-from rankcheck.engine.findings import Line
+from rankcheck.engine.findings import Report
 from rankcheck.engine.report import Events, Quiet
-from rankcheck.engine.scratch import remove, require_python, scratch_folder
+from rankcheck.engine.scratch import require_python
+from rankcheck.engine.workspace import open_workspace
 from workshop.board import Terminal
 from workshop.check import localise
-from workshop.diff import backups, checked, documents
+from workshop.check.lines import lines_as_in
+from workshop.diff import backups, checked
 from workshop.diff.diff import Diff, Script
-from workshop.diff.render import advice, saved
+from workshop.diff.render import advice
 from workshop.instructor import classroom
 from workshop.jobs.mpirun import require_mpirun
 from workshop.jobs.originals import require_originals
-from workshop.stages import DESK, FIRST, LESSONS, STAGES, modules_of
+from workshop.stages import DESK, LESSONS, STAGES, modules_of
 
-references = {}  # script -> Trial
+if TYPE_CHECKING:
+    from typing import Literal, Union
+
+    ChangeNumber = Union[int, Literal["next"]]  # next: the first that is left
 
 
-def number_or_next(text):
-    if text != "next" and not text.isdecimal():
+def number_or_next(text: str) -> ChangeNumber:
+    if text == "next":
+        return "next"
+    if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text} is no number, nor next")
-    return text if text == "next" else int(text)
+    return int(text)
 
 
-def add_arguments(parser):
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("stage", choices=LESSONS,
                         help="the stage that the lesson makes")
     parser.add_argument("change", nargs="?", metavar="number",
@@ -46,92 +55,135 @@ def add_arguments(parser):
                         help=argparse.SUPPRESS)  # for a notebook
 
 
-def main(args):
+def main(args: argparse.Namespace) -> int:
+    """Return the exit status: 0, 1 if something is wrong, 2 if the check
+    itself failed.
+    """
     require_originals()
-    return int(not check(args.stage, verbose=args.verbose, events=args.events,
-                         change=args.change))
+    report = check(args.stage, verbose=args.verbose, events=args.events,
+                   change=args.change)
+    if report.error:
+        print(f"error: {report.error}", file=sys.stderr)
+    return report.status
 
 
-def check(stage, script=DESK, verbose=False, events=False, change=None):
-    """Check a script; returns whether it is right. Prints as it goes.
+def check(stage: str, script: str | Path = DESK, verbose: bool = False,
+          events: bool = False, change: ChangeNumber | None = None) -> Report:
+    """Check a script, and print what is found as it is found.
 
-    verbose: with every question, and what follows from a mistake. events:
-    in JSON, for a `Board` elsewhere. change: the number of a change of the
-    lesson, to try it alone, as it is in the script: quickly, on two processes,
-    and with all the others made.
+    Args:
+        stage: the name of the stage that the script should be.
+        script: its file.
+        verbose: print every question, and what follows from a mistake.
+        events: print JSON, for a `Board` elsewhere.
+        change: the number of a change of the lesson, to try it alone, as it
+            is in the script: quickly, on two processes, with all others made.
+
+    Raises:
+        UserError: the script could not be run, or is no Python.
     """
     if STAGES[stage].launcher == "mpirun":
         require_mpirun()
+    script = Path(script)
     yours = data = backups.read_script(script)
+    require_no_syntax_error(script, yours)
+    out: Quiet = Events() if events else Terminal(verbose)
+    with open_workspace(out.interrupted) as workspace:
+        require_python(script, data)
+        one = None
+        if change is not None:
+            version = make_others(Diff(stage, script, yours), change, out.say)
+            if version.data is None:  # it is made as in the lesson
+                out.report(right=True)
+                return Report(script, ())
+            data, one = version.data, version
+        # it imports torch while this process does
+        fork_server.get_servers(modules_of(stage))
+        from workshop.check.experiment import Experiment, OneChange
+        from workshop.check.trials import Bench
+
+        workspace.files.changed()  # by others, while torch was imported
+        bench = Bench(workspace, stage, script, data, out.say)
+        tried_alone = None
+        if one:
+            tried_alone = OneChange(one.number, one.place)
+        experiment = Experiment(bench, out, lines_as_in(yours, data),
+                                tried_alone, verbose)
+        report = experiment.execute()
+        # else it was another program, such as a notebook or a run
+        if bench.copy.noted("started"):
+            if changed := workspace.files.changed():
+                out.say(f"warning: {changed}, {sandbox.BY_WHOM}")
+    if one is None:
+        note_whole_check(stage, data, report)
+    elif report.ok and not report.warnings:  # else it would count as made
+        checked.record(f"{stage} {one.number}", data)
+    return report
+
+
+def require_no_syntax_error(script: Path, data: bytes) -> None:
+    """Raise a `UserError` that says where a script is no Python yet."""
     try:
         broken = Script(script, data).syntax_error
     except UserError:  # `require_python` says what it is
-        broken = ""
+        return
     require(not broken, f"{show_path(script)} is not Python yet, {broken}")
-    out, files = Events() if events else Terminal(verbose), sandbox.Kept()
-    place = ""
-    with scratch_folder(out.interrupted) as folder:
-        require_python(script, data)
-        if change is not None:
-            diff = Diff(stage, script, yours)
-            change, data = make_others(diff, change, out.say)
-            if data is None:
-                out.report(right=True)
-                return True
-            place = find_place(diff, change)
-        # it imports torch while this process does
-        fork_server.get_servers(modules_of(stage))
-        from workshop.check import plan as trial
 
-        files.changed()  # by others, while torch was imported
-        bench = trial.Bench(folder, stage, script, data, out.say)
-        trials = Check(bench, out, change, lines_as_in(yours, data), place)
-        right = trials.run()
-        # else it was another program, such as a notebook or a run
-        if bench.copy.noted("started") and (changed := files.changed()):
-            out.say(f"warning: {changed}, {sandbox.BY_WHOM}")
-    if right and change is None:
+
+def note_whole_check(stage: str, data: bytes, report: Report) -> None:
+    """Record that a script has passed, and tell the class."""
+    if report.ok:
         checked.record(stage, data)
-    elif right and not trials.warned:  # else it would count as made
-        checked.record(f"{stage} {change}", data)
-    if change is None:
-        title = trials.wrong.title if trials.wrong else ""
-        classroom.note(stage, right=right, mistake=title)
-    return right
+    titles = [finding.question for finding in report.failures]
+    classroom.note(stage, right=report.ok, mistake="".join(titles[:1]))
 
 
-def make_others(diff, change, say):
-    """Its number, and the script with all others made as in the lesson.
+@dataclass(frozen=True)
+class Version:
+    """A script in which all changes but one are made as in the lesson.
 
-    change: "next" is the first that is left. In place of the script there is
-    None if this one is made so, too.
+    Attributes:
+        number: of that change.
+        place: ", line N" where it is in the attendee's script.
+        data: the script; None if that change is made so, too.
+    """
+
+    number: int
+    place: str = ""
+    data: bytes | None = None
+
+
+def make_others(diff: Diff, change: ChangeNumber, say: Callable[[str], None]
+                ) -> Version:
+    """Return the script with all other changes made as in the lesson.
+
+    Args:
+        diff: what is left to change.
+        change: the number of the one that stays as it is.
+        say: is told which that is.
+
+    Raises:
+        UserError: there is no such change, or the others cannot be made.
     """
     if change == "next":
-        require(diff.left, "no change is left: `python -m workshop check "
+        numbers = [item.number for item in diff.left if item.number]
+        require(numbers, "no change is left: `python -m workshop check "
                 f"{diff.stage}` checks them all")
-        change = diff.left[0].number
-    diff.require_change(change)
+        number = numbers[0]
+    else:
+        number = change
+    diff.require_change(number)
     require(not diff.other_stage(), advice(diff))
-    items = [item for item in diff.left if item.number == change]
+    items = [item for item in diff.left if item.number == number]
     if not items:
-        say(f"Change {change} is made as in the lesson.")
-        return change, None
-    say(f"Change {change} ({items[0].title}) as it is in your script, "
+        say(f"Change {number} is made as in the lesson.")
+        return Version(number)
+    say(f"Change {number} ({items[0].title}) as it is in your script, "
         "with all others made:")
     data = localise.without(diff, items, diff.left)
     require(data, "your edits conflict with the other changes: `python -m "
             f"workshop diff {diff.stage}` shows them")
-    return change, data
-
-
-def name_sizes(sizes: list[int]) -> str:
-    """Return "1 process", or "1, 2 and 4 processes"."""
-    if sizes == [1]:
-        return "1 process"
-    *others, last = map(str, sizes)
-    if not others:
-        return f"{last} processes"
-    return f"{', '.join(others)} and {last} processes"
+    return Version(number, find_place(diff, number), data)
 
 
 def find_place(diff: Diff, number: int) -> str:
@@ -142,239 +194,3 @@ def find_place(diff: Diff, number: int) -> str:
             line = own[0] if own else item.edits[0][0]
             return f", line {line + 1}"
     return ""
-
-
-def lines_as_in(yours, tried):
-    """A function that names a `Line` of the script that was tried.
-
-    It names it as a line of the attendee's script, or quotes it if it is not
-    there.
-    """
-    if tried == yours:  # comparing it with itself may take long
-        return str
-    yours, tried = (data.decode("utf-8", "replace").splitlines()
-                    for data in (yours, tried))
-    same = {a + k + 1: b + k + 1 for a, b, size in SequenceMatcher(
-        None, tried, yours, autojunk=False).get_matching_blocks()
-            for k in range(size)}
-
-    def name(line):
-        if line in same or not 0 < line <= len(tried):
-            return f"line {same.get(line, int(line))}"
-        return f"the lesson's line `{tried[line - 1].strip()}`"
-
-    return name
-
-
-def name_lines(finding, name):
-    """Put the text that `name` has for it in the place of each line."""
-    for words in (finding.sentence, finding.hint):
-        words[:] = [name(part) if isinstance(part, Line) else part
-                    for part in words]
-
-
-@dataclass
-class Mistake:
-    """The first thing that is wrong in a trial."""
-
-    title: str  # of the question
-    text: str  # what the attendee reads
-    lines: set  # that it names, of the script that was tried
-    error: str  # with which that ended, without the numbers in it
-
-
-class Check:
-    """The trials of a check, one after the other until one is not right."""
-
-    def __init__(self, bench, out, change, name, place=""):
-        """change: the number of the one that is tried alone, or None.
-
-        name: what a `Line` is called, as from `lines_as_in`. place: of the
-        change in the attendee's script.
-        """
-        self.bench, self.out, self.place = bench, out, place
-        self.say, self.change, self.name = out.say, change, name
-        self.plan = {row.column: row for row in bench.plan(bool(change))}
-        self.last, self.wrong = "", None  # the last trial, its `Mistake`
-        self.warned, self.verbose = False, getattr(out, "verbose", False)
-
-    def run(self):
-        """Whether all of them are right."""
-        from workshop.check.plan import STEPS
-
-        bench = self.bench
-        self.out.report(columns=[*self.plan])
-        for mesh in [name for name in self.plan if "x" in name[1:2]][:1]:
-            self.out.report(
-                about=f"{mesh}: pipeline x data x tensor parallel.")
-        self.say(f"{bench.script.name}, last {saved(bench.script)}, against "
-                 f"the single-device stage: preset tiny, fp32, {STEPS} steps")
-        bench.reference = find_reference(bench)
-        right = all(map(self.try_out, self.plan))
-        # two meshes may have the same size
-        sizes = list(dict.fromkeys(
-            row.mesh.size for row in self.plan.values()
-            if row.kind == "whole"))
-        if right and self.change:
-            self.say(f"\nCorrect on {name_sizes(sizes[-1:])}. Without a "
-                     "number, the check covers everything.")
-        elif self.change:
-            tried = documents.load(bench.stage)[self.change - 1]
-            text = f"Change {self.change} ({tried.title}){self.place}"
-            if self.place:
-                self.say(f"        It is change {self.change}{self.place}.")
-            self.give_reason(tried, text)
-        elif not right:
-            self.localise()
-        else:
-            self.out.report(table=None)
-            verdict = (f"Correct on {name_sizes(sizes)}: the same "
-                       "training as on one device.")
-            if self.warned:
-                verdict += " See the warning above."
-            self.say(verdict)
-        if not right:
-            verdict = "\nNot yet."
-            if isinstance(self.out, Terminal) and not self.verbose:
-                verdict += " Use -v for details."
-            self.say(verdict)
-        self.out.report(right=right)
-        return right
-
-    def try_out(self, column):
-        """Make a trial and report it; return whether it is right."""
-        from workshop.check.questions import ask
-
-        row, self.last = self.plan[column], column
-        self.out.report(trial=column)
-        self.say(f"\n{row.mesh.words}{row.about}")
-        trial = self.bench.make(row)
-        findings = ask(trial, self.bench.reference, row.kind)
-        first = next((one for one in findings if one[1].verdict == "FAIL"),
-                     None)
-        named = first and first[1].lines
-        for question, finding in findings:
-            name_lines(finding, self.name)
-            if first and finding is not first[1] and finding.verdict != "ok":
-                finding.verdict = "and"
-            self.out.report(answer=[question.title, finding.verdict])
-        if row.kind == "whole" and all(trial.seen):
-            self.out.report(picture=picture(trial, self.bench.reference))
-        if first:
-            self.wrong = Mistake(first[0].title, first[1].text, named,
-                                 re.sub(r"\d+", "0", first[1].error))
-            self.out.report(table=None)
-        self.tell([finding for _, finding in findings], trial.seconds)
-        return not first
-
-    def tell(self, findings, seconds):
-        """The answers, and how many of them a terminal leaves out."""
-        for finding in findings:
-            if finding.verdict != "ok" or self.verbose:
-                self.out.report(finding=[
-                    finding.verdict, finding.text, finding.advice])
-        count = Counter(finding.verdict for finding in findings)
-        self.warned |= count["warn"] > 0
-        if count["FAIL"] and count["and"]:
-            self.out.report(summary=f"        ({count['and']} more follow"
-                            f"{'s' * (count['and'] == 1)} from it)")
-        elif not count["FAIL"]:
-            self.out.report(summary="  ok    " + (
-                findings[0].text if len(findings) == 1 else
-                f"{count['ok']} questions ({seconds:.1f} s)"))
-
-    def localise(self):
-        """Name the changes without which it would be right, as far as found.
-
-        Scripts with a part of the differences are tried as the last one was.
-        """
-        stage, script = self.bench.stage, self.bench.script
-        try:
-            mine = Diff(stage, script)
-            diff = Diff(stage, script, localise.rename(
-                script.read_text("utf-8-sig"),  # there may be a mark
-                STAGES[stage].solution.read_text("utf-8")).encode())
-        except (UnicodeDecodeError, UserError, tokenize.TokenError):
-            return  # it cannot be compared
-        if 2 * len(diff.left) > diff.total or mine.other_stage():
-            left = f"{len(diff.left)} of {diff.total} changes are left"
-            self.say(f"        {left}. {advice(mine)}")
-            self.out.report(cause=[left, advice(mine)])
-            return
-        items = localise.in_order(diff, self.wrong.lines)
-        # differences -> a `Mistake`, or None if right
-        seen = {frozenset(map(id, items)): self.wrong}
-
-        def symptom(part):
-            key = frozenset(map(id, part))
-            if key not in seen:
-                data = localise.without(diff, part)
-                seen[key] = data and self.try_part(data, diff.yours.data)
-            mistake = seen[key]
-            # two scripts that are wrong in the same way have these in common
-            return mistake and (mistake.title, mistake.error)
-
-        for part in localise.find(items, symptom):
-            answer = seen[frozenset(map(id, part))].text
-            text = f"It is {localise.name(part)}"
-            if answer != self.wrong.text:
-                text += f": {answer}"
-            self.say(f"        {text}.")
-            self.give_reason(
-                next((item for item in part if item.number), None), text,
-                localise.kept_lines(diff, part))
-
-    def try_part(self, data, yours):
-        """The `Mistake` in the last trial of this script, None if right."""
-        bench = self.bench.with_script(data)
-        other = Check(bench, Quiet(), None, lines_as_in(yours, data))
-        right = (self.last != "resumed" or other.try_out("1")  # its run
-                 ) and other.try_out(self.last)
-        remove(bench.folder)
-        return None if right else other.wrong
-
-    def give_reason(self, change, text, kept=""):
-        """Say why the lesson makes a change: the first two sentences.
-
-        change: None where the script differs from the lesson otherwise.
-        text: for a notebook, what was found. kept: the line that the lesson
-        keeps, where that is broken: the change's reason is another.
-        """
-        why = change.why.split("\n")[0] if change else ""
-        first = " ".join(re.split(r"(?<=[.!?]) ", why)[:2])
-        if kept:
-            first = f"The lesson keeps this line: `{kept}`."
-        if first:
-            self.say(f"        {first}")
-        self.out.report(cause=[text, first])
-
-
-def find_reference(bench):
-    """The single device's trial, once for all checks of this program."""
-    from rankcheck.engine import exits
-    from workshop.check.plan import STEPS, Mesh, Row
-
-    solution = STAGES[FIRST].solution
-    if solution not in references:
-        one = bench.with_script(solution.read_bytes(), FIRST).try_out(
-            Row("1", "whole", Mesh()))
-        require(len(one.rows) == STEPS and one.seen[0], "the single-device "
-                "stage does not run here: it "
-                + exits.last_words(one, 0).text)
-        references[solution] = one
-    return references[solution]
-
-
-def picture(trial, reference):
-    """Who read what, and the losses, for a notebook's picture."""
-    from workshop.check.questions.question import number
-
-    def losses(rows):
-        values = [number(row, "loss") for row in rows]
-        return [value if value == value else None for value in values]
-
-    dp, tp = trial.mesh.dp, trial.mesh.tp
-    return {"read": [seen["samples"] for seen in trial.seen],
-            "readers": [rank // tp % dp for rank in range(trial.mesh.size)],
-            "expected": reference.seen[0]["samples"],
-            "loss": losses(trial.rows), "single": losses(reference.rows)}

@@ -6,21 +6,37 @@ wrong: one, which is found by trying each, or several together, which delta
 debugging finds.
 """
 
+from __future__ import annotations
+
 import ast
 import io
 import tokenize
+from collections.abc import Callable, Collection, Iterator, Sequence
 from difflib import SequenceMatcher
+
+from workshop.diff.diff import Diff, Left
 
 MOST = 2  # mistakes that are named
 TRIES = 20  # scripts that are tried: a second each, on an idle machine
 
 
-def smallest(items, fails, beside=()):
-    """A part of the items with which `fails` holds, and none smaller.
+Fails = Callable[[Sequence[Left]], bool]
 
-    fails(items): whether a script with these differences is wrong; it is, with
-    all items and those beside them. It is asked about 2 log2(n) times where
-    one item is the mistake, and more often where two are wrong together.
+
+def smallest(items: list[Left], fails: Fails, beside: Sequence[Left] = ()
+             ) -> list[Left]:
+    """Return a part of the items with which `fails` holds, and none smaller.
+
+    This is delta debugging (Zeller and Hildebrandt, "Simplifying and
+    Isolating Failure-Inducing Input", 2002).
+
+    Args:
+        items: differences of which a part is searched.
+        fails: whether a script with these differences is wrong; it is, with
+            all items and those beside them. It is asked about 2 log2(n) times
+            where one item is the mistake, and more often where two are wrong
+            together.
+        beside: differences that the script has in each try.
     """
     if len(items) == 1:
         return items
@@ -32,13 +48,19 @@ def smallest(items, fails, beside=()):
     return first + smallest(second, fails, [*beside, *first])
 
 
-def find(items, symptom):
+def find(items: list[Left], symptom: Callable[[Sequence[Left]], object]
+         ) -> Iterator[list[Left]]:
     """Yield each smallest set of differences that breaks the script.
 
-    symptom(items): what shows that a script with these differences is wrong,
-    or None. A part of the items may be wrong for another reason, such as a
-    name that the other part defines: only what shows the same counts. It ends
-    after `MOST` parts, or where `TRIES` are not enough for the smallest.
+    It ends after `MOST` parts, or where `TRIES` are not enough for the
+    smallest.
+
+    Args:
+        items: all differences.
+        symptom: what shows that a script with these differences is wrong, or
+            None. A part of the items may be wrong for another reason, such as
+            a name that the other part defines: only what shows the same
+            counts.
     """
     tries = 0
     for _ in range(MOST):
@@ -46,7 +68,7 @@ def find(items, symptom):
         if seen in (None, symptom([])):
             return  # without them it fails, too: the cause is elsewhere
 
-        def fails(some, seen=seen):
+        def fails(some: Sequence[Left], seen: object = seen) -> bool:
             nonlocal tries
             tries += 1
             return tries <= TRIES and symptom(some) == seen
@@ -59,27 +81,30 @@ def find(items, symptom):
         items = [item for item in items if item not in part]
 
 
-def rename(yours, goal):
-    """The script with the lesson's names, where its own are only others.
+def rename(yours: str, goal: str) -> str:
+    """Return the script with the lesson's names, where its own are only
+    others.
 
     A name that the script itself defines and the lesson does not have, at
     whose places the lesson has always the same name, which the script does not
     have. Lines stay lines.
     """
     yours_tokens, goal_tokens = map(tokens, (yours, goal))
-    words = [[token.string for token in some]
-             for some in (yours_tokens, goal_tokens)]
-    pairs = {}  # own name -> the lesson's names at its places
-    for tag, i1, i2, j1, j2 in SequenceMatcher(
-            None, *words, autojunk=False).get_opcodes():
+    own_words = [token.string for token in yours_tokens]
+    goal_words = [token.string for token in goal_tokens]
+    matcher = SequenceMatcher(None, own_words, goal_words, autojunk=False)
+    pairs: dict[str, set[str]] = {}  # own name -> the lesson's at its places
+    for tag, i1, i2, j1, j2 in matcher.get_opcodes():
         if tag == "replace" and i2 - i1 == j2 - j1:
-            for own, other in zip(words[0][i1:i2], words[1][j1:j2],
-                                  strict=True):
+            for own, other in zip(own_words[i1:i2], goal_words[j1:j2]):
                 pairs.setdefault(own, set()).add(other)
     mine = defined(yours)
-    names = {own: other for own, (other, *more) in pairs.items()
-             if not more and own in mine and own not in words[1]
-             and other.isidentifier() and other not in words[0]}
+    names = {}
+    for own, (other, *more) in pairs.items():
+        is_own = own in mine and own not in goal_words
+        is_free = other.isidentifier() and other not in own_words
+        if not more and is_own and is_free:
+            names[own] = other
     lines = io.StringIO(yours).readlines()
     for token in reversed(yours_tokens):
         if token.type == tokenize.NAME and token.string in names:
@@ -89,41 +114,51 @@ def rename(yours, goal):
     return "".join(lines)
 
 
-NAMES = {ast.FunctionDef: "name", ast.ClassDef: "name", ast.arg: "arg",
-         ast.alias: "asname", ast.Name: "id", ast.Attribute: "attr"}
+# Where a node of a syntax tree has the name that it gives or uses
+NAMES: dict[type[ast.AST], str] = {
+    ast.FunctionDef: "name", ast.ClassDef: "name", ast.arg: "arg",
+    ast.alias: "asname", ast.Name: "id", ast.Attribute: "attr"}
 
 
-def defined(text):
-    """The names that a script gives to something."""
+def defined(text: str) -> set[str]:
+    """Return the names that a script gives to something."""
     return {getattr(node, NAMES[type(node)])
             for node in ast.walk(ast.parse(text)) if type(node) in NAMES
             and isinstance(getattr(node, "ctx", ast.Store()), ast.Store)}
 
 
-def tokens(text):
+def tokens(text: str) -> list[tokenize.TokenInfo]:
+    """Return a script's tokens, but for comments and line ends."""
     return [token for token in tokenize.generate_tokens(
         io.StringIO(text).readline) if token.type not in (
             tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE)]
 
 
-def in_order(diff, named):
-    """The differences, the suspicious ones first.
+def in_order(diff: Diff, named: Collection[int]) -> list[Left]:
+    """Return the differences, the suspicious ones first.
 
-    named: the lines that the check names, which are suspicious, as is what is
-    neither as it was before the lesson nor as the lesson makes it.
+    What is neither as it was before the lesson nor as the lesson makes it is
+    suspicious.
+
+    Args:
+        diff: of the attendee's script.
+        named: the lines that the check names, which are suspicious, too.
     """
     start = {line.strip() for line in diff.lesson.start.lines}
 
-    def suspicion(item):
+    def suspicion(item: Left) -> int:
         lines = {i + 1 for i1, i2, *_ in item.edits for i in range(i1, i2)}
-        own = any(diff.yours.lines[i - 1].strip() not in start for i in lines)
-        return bool(lines & named) + own
+        is_own = any(diff.yours.lines[i - 1].strip() not in start
+                     for i in lines)
+        is_named = any(line in named for line in lines)
+        return is_named + is_own
 
     return sorted(diff.left + diff.others, key=suspicion, reverse=True)
 
 
-def kept_lines(diff, part):
-    """The lesson's line, where a part breaks one that the lesson keeps, or "".
+def kept_lines(diff: Diff, part: Sequence[Left]) -> str:
+    """Return the lesson's line, where a part breaks one that the lesson
+    keeps; else "".
 
     Such a line stands among those of a change, but was there before it.
     """
@@ -133,15 +168,22 @@ def kept_lines(diff, part):
     return lines[0] if len(lines) == 1 and lines[0] in before else ""
 
 
-def without(diff, items, among=None):
-    """The script with all differences made as in the lesson but these.
+def without(diff: Diff, items: Sequence[Left],
+            among: Sequence[Left] | None = None) -> bytes | None:
+    """Return the script with all differences made as in the lesson but these.
 
-    among: those that are made, all by default. None if that is not Python:
-    their lines belong together.
+    Args:
+        diff: of the attendee's script.
+        items: the differences that stay.
+        among: those that are made; None: all.
+
+    Returns:
+        None if that is not Python: their lines belong together.
     """
-    among = diff.left + diff.others if among is None else among
-    data = diff.replace(edit for item in among if item not in items
-                        for edit in item.edits).encode()
+    if among is None:
+        among = diff.left + diff.others
+    data: bytes = diff.replace(edit for item in among if item not in items
+                               for edit in item.edits).encode()
     try:
         ast.parse(data)
         return data
@@ -149,9 +191,12 @@ def without(diff, items, among=None):
         return None
 
 
-def name(part):
-    """What a part of the differences is called, with its lines."""
-    return ", together with ".join(
-        (f"change {item.number} ({item.title})" if item.number else
-         "a difference that is not in the lesson")
-        + f", line {item.edits[0][0] + 1}" for item in part)
+def name(part: Sequence[Left]) -> str:
+    """Return what a part of the differences is called, with its lines."""
+    names = []
+    for item in part:
+        title = "a difference that is not in the lesson"
+        if item.number:
+            title = f"change {item.number} ({item.title})"
+        names.append(f"{title}, line {item.edits[0][0] + 1}")
+    return ", together with ".join(names)

@@ -9,13 +9,17 @@ no result. Prints, in JSON, what is wrong with each up to the first of which
 something is; None where there is no such function.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import runpy
 import sys
 import traceback
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FunctionType
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,15 +30,21 @@ from rankcheck.record.recorder import replace
 AUTOCAST = ("gelu", "attention")  # get bf16 under autocast
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+Function = Callable[..., torch.Tensor]
+Inputs = dict[str, torch.Tensor]
+# what is wrong, the script's lines that show it, and whether it is an error
+Fault = tuple[str, list[int], bool]
 
-def numbers(*shape, scale=1.0):
-    """Random ones, the first dimension being next to itself in memory."""
+
+def numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    """Return random ones, the first dimension being next to itself in memory.
+    """
     return (torch.randn(shape[::-1]) * scale).to(DEVICE).permute(
         tuple(range(len(shape)))[::-1])
 
 
-def make_inputs():
-    """Of each operation: its inputs by name, and PyTorch's function."""
+def make_inputs() -> dict[str, tuple[Inputs, Function]]:
+    """Return each operation's inputs by name, and PyTorch's function."""
     torch.manual_seed(0)
     targets = (torch.arange(33, device=DEVICE) * 79).flip(0)
     return {
@@ -53,10 +63,12 @@ def make_inputs():
     }
 
 
-def compute(function, inputs, dtype):
-    """The output and the gradients of all inputs but whole numbers."""
+def compute(function: Function, tensors: Iterable[torch.Tensor],
+            dtype: torch.dtype) -> list[torch.Tensor | None]:
+    """Return the output and the gradients of all inputs but whole numbers.
+    """
     inputs = [x.to(dtype, copy=True).requires_grad_()
-              if x.is_floating_point() else x for x in inputs]
+              if x.is_floating_point() else x for x in tensors]
     # a product for each side: cross-entropy overwrites its logits
     output = function(*(x * 1 if x.is_floating_point() else x for x in inputs))
     torch.manual_seed(1)
@@ -64,9 +76,18 @@ def compute(function, inputs, dtype):
     return [output, *(x.grad for x in inputs if x.is_floating_point())]
 
 
-def compare(function, name, tolerance=1e-5, dtype=torch.float32):
-    """What is wrong with a function in the place of an operation, "" if all
-    it computes is PyTorch's, relative to the largest number of each result.
+def compare(function: Function, name: str, tolerance: float = 1e-5,
+            dtype: torch.dtype = torch.float32) -> str:
+    """Return what is wrong with a function in the place of an operation.
+
+    Args:
+        function: of the script.
+        name: of the operation.
+        tolerance: relative to the largest number of each result.
+        dtype: of the inputs.
+
+    Returns:
+        "" if all it computes is what PyTorch computes.
     """
     inputs, reference = make_inputs()[name]
     mine = compute(function, inputs.values(), dtype)
@@ -74,50 +95,60 @@ def compare(function, name, tolerance=1e-5, dtype=torch.float32):
                                for x in inputs.values()], torch.float64)
     for what, a, b in zip(("output", *(f"gradient of {x}" for x in inputs)),
                           mine, good, strict=False):
-        if a is None or a.shape != b.shape or a.dtype != dtype:
-            return f"its {what} is {a if a is None else describe(a)}"
+        if b is None:
+            raise ValueError(f"PyTorch's {name} has no {what}")
+        if a is None:
+            return f"its {what} is None"
+        if a.shape != b.shape or a.dtype != dtype:
+            return f"its {what} is {describe(a)}"
         if not a.isfinite().all():
             return f"its {what} overflows: it is not finite"
         off = ((a - b).abs().max() / b.abs().max()).item()
         if off > tolerance:
-            return f"its {what} is off by {off:.1g} of its largest number" + (
-                ", in bf16" * (dtype == torch.bfloat16))
+            text = f"its {what} is off by {off:.1g} of its largest number"
+            if dtype == torch.bfloat16:
+                text += ", in bf16"
+            return text
     return ""
 
 
-def describe(x):
+def describe(x: torch.Tensor) -> str:
     return f"{tuple(x.shape)} in {str(x.dtype).removeprefix('torch.')}"
 
 
 class Memory:
     """Watches what the programs of the kernels read and write.
 
-    `wrong`: the first access that is outside of a kernel's tensors, or to
-    what another program writes, and its line of the script.
+    Attributes:
+        wrong: the first access that is outside of a kernel's tensors, or to
+            what another program writes.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         from triton.runtime import interpreter
 
-        self.wrong = ""
+        self.wrong: Fault | None = None
         self.builder = builder = interpreter.interpreter_builder
 
         @replace(interpreter.GridExecutor, "_init_args_hst")
-        def begin(begin, executor, args, kwargs):
+        def begin(begin: Function, executor: Any, args: Any, kwargs: Any
+                  ) -> Any:
             self.begin(executor.fn.__name__, [
                 x for x in (*args, *kwargs.values())
                 if isinstance(x, torch.Tensor)])
             return begin(executor, args, kwargs)
 
         @replace(builder, "create_masked_load")
-        def load(load, ptrs, mask, *rest):
+        def load(load: Function, ptrs: Any, mask: Any, *rest: Any) -> Any:
             return load(ptrs, self.access(ptrs, mask, "read"), *rest)
 
         @replace(builder, "create_masked_store")
-        def store(store, ptrs, value, mask, *rest):
+        def store(store: Function, ptrs: Any, value: Any, mask: Any,
+                  *rest: Any) -> Any:
             return store(ptrs, value, self.access(ptrs, mask, "write"), *rest)
 
-    def begin(self, kernel, tensors):
+    def begin(self, kernel: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin to watch a kernel that gets these tensors."""
         self.kernel = kernel
         spans = sorted({(x.data_ptr(), x.nbytes) for x in tensors})
         self.first, sizes = np.array(spans).T
@@ -126,8 +157,8 @@ class Memory:
         # of each byte: the program, from 1; -1: several
         self.readers, self.writers = np.zeros((2, sizes.sum()), np.int32)
 
-    def access(self, ptrs, mask, verb):
-        """The mask, without what is outside: that might end the process."""
+    def access(self, ptrs: Any, mask: Any, verb: str) -> Any:
+        """Return the mask without what is outside: that may be fatal."""
         at = ptrs.data.astype(np.int64)
         k = (np.searchsorted(self.first, at, "right") - 1).clip(0)
         inside = (at >= self.first[k]) & (at < self.end[k])
@@ -146,20 +177,22 @@ class Memory:
             self.readers[at] = np.where(
                 np.isin(self.readers[at], (0, program)), program, -1)
         if not np.isin(others, (0, program)).all():
-            self.note(f"{verb}s what another program "
-                      f"{'reads or ' * (verb == 'write')}writes: a race")
+            others_do = "reads or writes" if verb == "write" else "writes"
+            self.note(f"{verb}s what another program {others_do}: a race")
         return mask
 
-    def note(self, what):
+    def note(self, what: str) -> None:
+        """Note what is wrong, if it is the first, with the kernel's line."""
         frame = sys._getframe(2)
-        while frame.f_code.co_name != self.kernel:
+        while frame.f_code.co_name != self.kernel and frame.f_back:
             frame = frame.f_back
-        self.wrong = self.wrong or (
-            f"{self.kernel} {what}", [frame.f_lineno], False)
+        if not self.wrong:
+            self.wrong = f"{self.kernel} {what}", [frame.f_lineno], False
 
 
-def main(script):
-    said, name = {}, "the script"
+def main(script: str) -> None:
+    said: dict[str, Fault | str | None] = {}
+    name = "the script"
     try:
         names = runpy.run_path(script)
         for value in names.values():  # the interpreter calls them, too
@@ -176,7 +209,11 @@ def main(script):
             found = compare(names[name], name)
             if not found and name in AUTOCAST:
                 found = compare(names[name], name, 2e-2, torch.bfloat16)
-            said[name] = memory.wrong or (found and (found, [], False))
+            said[name] = ""
+            if memory.wrong:
+                said[name] = memory.wrong
+            elif found:
+                said[name] = found, [], False
             if said[name]:
                 break
     except Exception as error:  # whatever a script may raise
@@ -184,13 +221,16 @@ def main(script):
     print("\n" + json.dumps(said))
 
 
-def explain(error, script):
-    """(text, lines, True): an error in one line, the script's line of it."""
-    line = []
-    while error:
-        line = [frame.lineno for frame in traceback.extract_tb(
-            error.__traceback__) if frame.filename == script][-1:] or line
-        last, error = error, error.__cause__
+def explain(error: BaseException, script: str) -> Fault:
+    """Return an error in one line, and the script's line of it."""
+    line: list[int] = []
+    cause: BaseException | None = error
+    while cause:
+        lines = [frame.lineno for frame in traceback.extract_tb(
+            cause.__traceback__)
+            if frame.filename == script and frame.lineno]
+        line = lines[-1:] or line
+        last, cause = cause, cause.__cause__
     text = f"{type(last).__name__}: {' '.join(str(last).split())}"
     return text, line, True
 

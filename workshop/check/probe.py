@@ -1,12 +1,17 @@
 """Watches what the course's own scripts do: what the check compares."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re
 import signal
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -19,22 +24,45 @@ from backstage.files import PART
 from rankcheck.record.collectives import messages
 from rankcheck.record.cpu_backend import process
 from rankcheck.record.files import opened
-from rankcheck.record.recorder import Updates, replace
-from rankcheck.record.tensors import describe, plain_name
+from rankcheck.record.recorder import Log, Updates, replace
+from rankcheck.record.tensors import LocalTensors, describe, plain_name
 
 MOST = 100  # updates of which everything is recorded
 SAMPLES, T = 40, 32  # of a trial's dataset, where sample i begins with i
 
 
-def probes(run, stopped=False, lightning=False):
-    """The check's. run: the run's folder.
+Probe = Callable[[Log], object]
 
-    stopped: whether rank 0 gets a SIGTERM in its second step. lightning:
-    whether the script uses Lightning.
+
+def probes(run: str | Path, stopped: bool = False, lightning: bool = False
+           ) -> list[Probe]:
+    """Return the check's probes.
+
+    Args:
+        run: the run's folder.
+        stopped: whether rank 0 gets a SIGTERM in its second step.
+        lightning: whether the script uses Lightning.
     """
-    return [Course(), *[terminated] * stopped, Updates(), process, backstage,
-            messages, *[trainer] * lightning, opened,
-            partial(written, run=str(run))]
+    found: list[Probe] = [Course()]
+    if stopped:
+        found.append(terminated)
+    found += [Updates(), process, backstage, messages]
+    if lightning:
+        found.append(trainer)
+    return [*found, opened, partial(written, run=str(run))]
+
+
+@dataclass
+class StepSamples:
+    """The samples that went through the model since the last update.
+
+    Attributes:
+        first: their numbers.
+        again: the same, of those that a backward pass computed anew.
+    """
+
+    first: list[int] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
 
 
 class Course:
@@ -54,14 +82,15 @@ class Course:
         recomputed  whether a module was called in a backward pass
     """
 
-    def __call__(self, log):
+    def __call__(self, log: Log) -> None:
         self.log, self.seen = log, log.seen
-        self.model, self.inferring = None, False
+        self.model: torch.nn.Module | None = None
+        self.inferring = False
+        self.step = StepSamples()
         self.seen |= {
             "start": None, "weights": None, "gradients": [], "samples": [],
             "evaluated": 0, "continued": None, "optimizers": None,
             "precision": None, "compiled": None, "recomputed": False}
-        log.row = SimpleNamespace(samples=[], again=[])
         log.on("gradients", self.record)
         log.on("updated", lambda _: self.seen.update(
             weights=self.state("data")))
@@ -71,19 +100,21 @@ class Course:
         from torch.distributed.tensor import DTensor  # takes a second
 
         @replace(torch.nn.Module, "to")
-        def move(move, module, *args, **kwargs):
+        def move(move: Callable[..., Any], module: torch.nn.Module,
+                 *args: Any, **kwargs: Any) -> Any:
             if is_gpt(module):
                 log.asked("to", not any(
                     weight.is_meta or isinstance(weight, DTensor)
                     for weight in module.parameters()))
             return move(module, *args, **kwargs)
 
-    def watch_functions(self):
+    def watch_functions(self) -> None:
         from torch.distributed.pipelining import PipelineStage
 
         @replace(F, "cross_entropy", "gelu", "layer_norm",
                  "scaled_dot_product_attention")
-        def compute(compute, *args, **kwargs):
+        def compute(compute: Callable[..., Any], *args: Any, **kwargs: Any
+                    ) -> Any:
             name = compute.__name__
             if ("pytorch", name) not in self.seen["asked"]:
                 self.log.asked("pytorch", name)
@@ -93,7 +124,8 @@ class Course:
             return compute(*args, **kwargs)
 
         @replace(PipelineStage, "_forward_metadata_inference")
-        def infer(infer, stage, *args, **kwargs):
+        def infer(infer: Callable[..., Any], stage: PipelineStage,
+                  *args: Any, **kwargs: Any) -> Any:
             """It sends a microbatch through once more, for its shapes."""
             self.inferring = True
             try:
@@ -101,7 +133,7 @@ class Course:
             finally:
                 self.inferring = False
 
-    def on_forward(self, module, inputs):
+    def on_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         if not self.log.here:
             return
         if self.model is None and is_gpt(module):
@@ -122,11 +154,12 @@ class Course:
                 inputs[0], torch.Tensor) and inputs[0].dim() == 2:
             self.on_tokens(module, inputs[0], again)
 
-    def on_tokens(self, module, tokens, again):
+    def on_tokens(self, module: torch.nn.Embedding, tokens: torch.Tensor,
+                  again: bool) -> None:
         if again:
-            self.log.row.again += tokens[:, 0].tolist()
+            self.step.again += tokens[:, 0].tolist()
         elif torch.is_grad_enabled():
-            self.log.row.samples += tokens[:, 0].tolist()
+            self.step.first += tokens[:, 0].tolist()
             self.seen["precision"] = (
                 "bf16" if torch.is_autocast_enabled("cpu") else
                 "fp32" if module.weight.dtype == torch.float32 else
@@ -134,11 +167,10 @@ class Course:
         else:
             self.seen["continued"] = tokens.tolist()
 
-    def record(self, optimizer):
+    def record(self, optimizer: torch.optim.Optimizer) -> None:
         if self.log.updates < MOST:
             self.seen["gradients"].append(self.state("grad"))
-            self.seen["samples"].append(
-                self.log.row.samples or self.log.row.again)
+            self.seen["samples"].append(self.step.first or self.step.again)
         if self.seen["optimizers"] is None:
             self.seen["optimizers"] = [
                 {"names": [self.log.names.get(id(weight), "?")
@@ -146,42 +178,47 @@ class Course:
                  **{key: value for key, value in group.items()
                     if key in ("lr", "betas", "eps", "weight_decay")}}
                 for group in optimizer.param_groups]
-        self.log.row = SimpleNamespace(samples=[], again=[])
+        self.step = StepSamples()
 
-    def state(self, name):
-        """The model's weights ("data") or gradients ("grad"), described."""
+    def state(self, name: str) -> LocalTensors:
+        """Describe the model's weights ("data") or gradients ("grad")."""
         weights = self.model.named_parameters() if self.model else ()
         return describe((key, weight if name == "data" else weight.grad)
                         for key, weight in weights)
 
 
-def backstage(log):
-    """Notes which device the script asks for, and where it calls no_sync();
-    any rank's error is said at once, as no launcher will end this rank.
+def backstage(log: Log) -> None:
+    """Note which device the script asks for, and where it calls no_sync().
+
+    Any rank's error is said at once, as no launcher will end this rank.
     """
-    def ask(what, device):
+    def ask(what: str, device: object) -> None:
         number = re.search(r"\d+$", str(device))
         log.asked(what, int(number[0]) if number else None)
 
     @replace(DistributedDataParallel, "__init__")
-    def wrap(wrap, ddp, module, device_ids=None, *args, **kwargs):
+    def wrap(wrap: Callable[..., None], ddp: DistributedDataParallel,
+             module: torch.nn.Module, device_ids: Any = None,
+             *args: Any, **kwargs: Any) -> None:
         if device_ids:
             ask("device_ids", device_ids[0])
         wrap(ddp, module, device_ids, *args, **kwargs)
 
     @replace(DistributedDataParallel, "no_sync")
-    def no_sync(no_sync, ddp):
+    def no_sync(no_sync: Callable[..., Any], ddp: DistributedDataParallel
+                ) -> Any:
         (line, *_), *_ = log.place()
         log.asked("no_sync", line)
         return no_sync(ddp)
 
     @replace(torch.accelerator, "set_device_index")
     @replace(torch.cuda, "set_device")
-    def set_device(function, device):
+    def set_device(function: Callable[..., Any], device: object) -> None:
         ask("set_device", device)
 
     @replace(devices, "use_device")
-    def use(use, name="auto", local_rank=0):
+    def use(use: Callable[..., Any], name: str = "auto", local_rank: int = 0
+            ) -> Any:
         log.asked("device", str(name))
         log.asked("local_rank", local_rank if isinstance(
             local_rank, int) else str(local_rank))
@@ -191,9 +228,9 @@ def backstage(log):
         f"error: {message}", file=sys.stderr, flush=True)
 
 
-def written(log, run):
-    """Those of the run's folder alone, by their names once they are whole."""
-    def rename():
+def written(log: Log, run: str) -> None:
+    """Keep the files of the run's folder alone, by their final names."""
+    def rename() -> None:
         log.seen["written"] = {
             re.sub(rf"/\.([^/]*)\.\d+-\d+{PART}$", r"/\1", path): opener
             for path, opener in log.seen["written"].items() if run in path}
@@ -201,9 +238,9 @@ def written(log, run):
     log.on("end", rename)
 
 
-def terminated(log):
-    """A SIGTERM to rank 0, in its second step."""
-    def end(optimizer):
+def terminated(log: Log) -> None:
+    """Send a SIGTERM to rank 0, in its second step."""
+    def end(optimizer: torch.optim.Optimizer) -> None:
         if log.updates == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -211,13 +248,14 @@ def terminated(log):
         log.on("updated", end)
 
 
-def trainer(log):
-    """Lightning's, which writes into the log's folder if it is told none."""
+def trainer(log: Log) -> None:
+    """Watch Lightning's; it writes into the log's folder if told none."""
     with contextlib.suppress(ImportError):  # the script will say it
         from lightning.pytorch.trainer.trainer import Trainer
 
         @replace(Trainer, "__init__")
-        def make(make, trainer, *args, **kwargs):
+        def make(make: Callable[..., None], trainer: Trainer, *args: Any,
+                 **kwargs: Any) -> None:
             log.asked("plugins", bool(kwargs.get("plugins")))
             log.asked("accelerator", kwargs.get("accelerator"))
             # not into the attendee's
@@ -225,15 +263,17 @@ def trainer(log):
             return make(trainer, *args, **kwargs)
 
         @replace(Trainer, "fit")
-        def fit(fit, trainer, *args, **kwargs):
+        def fit(fit: Callable[..., Any], trainer: Trainer, *args: Any,
+                **kwargs: Any) -> Any:
             log.asked("fit", True)
             log.asked("writers", [type(one).__name__ for one in (
                 *trainer.loggers, *trainer.checkpoint_callbacks)])
             return fit(trainer, *args, **kwargs)
 
 
-def compiled_part(module):
-    """What of the model is compiled if this module is: "model" or "block".
+def compiled_part(module: torch.nn.Module) -> str | None:
+    """Return what of the model is compiled if this module is: "model" or
+    "block".
     """
     if getattr(module, "_compiled_call_impl", None) is not None:
         return "block"  # in its place, by module.compile()
@@ -243,8 +283,8 @@ def compiled_part(module):
     return None
 
 
-def is_gpt(module):
-    """Whether it is the course's model, whatever its class is called."""
+def is_gpt(module: torch.nn.Module) -> bool:
+    """Return whether it is the course's model, by any class name."""
     inside = getattr(module, "transformer", None)
     return hasattr(inside, "wte") and hasattr(inside, "h") and not (
         hasattr(module, "_orig_mod"))  # torch.compile's, around it

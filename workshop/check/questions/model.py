@@ -1,9 +1,22 @@
 """Questions about the data, and the model: its weights, gradients, updates.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import numpy as np
 
-from rankcheck.engine.findings import Line, fail, ok, percent, warn
+from rankcheck.engine.findings import (
+    Finding,
+    Fragment,
+    Line,
+    fail,
+    ok,
+    percent,
+    warn,
+)
 from rankcheck.record.tensors import describe, length, names
 from workshop.check.plan import LEARNING_RATE, MINIBATCH, STEPS, B
 from workshop.check.questions.question import (
@@ -16,13 +29,14 @@ from workshop.check.questions.question import (
     put_together,
     question,
 )
+from workshop.check.trials import StageTrial
 
 GRADIENT = 1e-3  # relative
 
 
 @question("each step reads its minibatch, each sample once",
           ("whole", "resumed"))
-def samples(trial, reference):
+def samples(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Distinct over data-parallel ranks, equal over tensor-parallel ones."""
     dp, tp = trial.mesh.dp, trial.mesh.tp
     size = MINIBATCH // dp if trial.about.split == "layers" else B
@@ -48,19 +62,23 @@ def samples(trial, reference):
     return None
 
 
-def shorten(numbers):
-    """Some numbers of samples, in words."""
-    begin, end = (numbers[0], numbers[-1]) if numbers else (0, 0)
-    if len(numbers) > 2 and list(numbers) == list(range(begin, end + 1)):
-        return f"{begin} to {end}"
-    return ", ".join(map(str, numbers[:8])) + (
-        ", ..." if len(numbers) > 8 else "")
+def shorten(numbers: Sequence[int]) -> str:
+    """Return some numbers of samples, in words."""
+    if len(numbers) > 2:
+        begin, end = numbers[0], numbers[-1]
+        if [*numbers] == [*range(begin, end + 1)]:
+            return f"{begin} to {end}"
+    text = ", ".join(map(str, numbers[:8]))
+    if len(numbers) > 8:
+        text += ", ..."
+    return text
 
 
 @question("the optimizer is the single device's")
-def optimizer(trial, reference):
+def optimizer(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """What it updates, and how: groups of parameters by name."""
-    good, updated = by_name(reference.seen[0]["optimizers"]), set()
+    good = by_name(reference.seen[0]["optimizers"])
+    updated: set[str] = set()
     for seen in trial.seen:
         mine = by_name(seen["optimizers"] or [])
         updated |= mine.keys()
@@ -76,13 +94,14 @@ def optimizer(trial, reference):
     return None
 
 
-def by_name(groups):
+def by_name(groups: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the settings of each parameter."""
     return {name: group for group in groups for name in group["names"]
             if name != "?"}
 
 
 @question("every rank starts from the same weights", ("whole", "resumed"))
-def first_weights(trial, reference):
+def first_weights(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Those of the single device, or of the checkpoint that is resumed."""
     good = put_together([
         reference.seen[0]["start"] if trial.resumed is None else
@@ -103,7 +122,7 @@ def first_weights(trial, reference):
 
 
 @question("the embedding and lm_head are one matrix", where=no_pipeline)
-def tied(trial, reference):
+def tied(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """A plan makes two parameters of what has two names."""
     if {LAST, TIED} <= names(trial.seen[0]["start"]):
         return fail("wte.weight and lm_head.weight are two parameters")
@@ -111,7 +130,7 @@ def tied(trial, reference):
 
 
 @question("it trains in the precision that is asked for", ("whole", "bf16"))
-def precision(trial, reference):
+def precision(trial: StageTrial, reference: StageTrial) -> Finding | None:
     wanted = "bf16" if "bf16" in trial.more else "fp32"
     used = next(filter(None, (seen["precision"] for seen in trial.seen)), None)
     if used != wanted:
@@ -120,7 +139,7 @@ def precision(trial, reference):
 
 
 @question("--strategy fsdp2 leaves each rank a part", ("fsdp2",))
-def sharding(trial, reference):
+def sharding(trial: StageTrial, reference: StageTrial) -> Finding | None:
     if not all(seen["start"] and seen["start"]["sharded"]
                for seen in trial.seen):
         return fail("with --strategy fsdp2 every rank keeps the whole model")
@@ -131,7 +150,7 @@ ask_about("lr", "learning rates agree", "learning rate", 1e-6)
 
 
 @question("gradients are the single device's", ("whole", "resumed"))
-def gradients(trial, reference):
+def gradients(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Equal on all ranks that hold the same, and right, at every step."""
     for step in range(trial.first_step, STEPS):
         good = put_together([reference.seen[0]["gradients"][step]])
@@ -151,7 +170,7 @@ def gradients(trial, reference):
 
 
 @question("gradients are reduced at most once a step", where=data_alone)
-def reductions(trial, reference):
+def reductions(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """How often each gradient is all-reduced in a step.
 
     Not at all, where they agree all the same: another way was found.
@@ -162,7 +181,7 @@ def reductions(trial, reference):
     count /= len(reference.seen[0]["start"]["flat"]) * (STEPS - 1)
     if count < 1.5:
         return ok(f"gradients are reduced {count:.1f} times a step")
-    fix = ["once is enough, after the last microbatch"]
+    fix: list[Fragment] = ["once is enough, after the last microbatch"]
     entered = trial.asked("no_sync")  # the lines
     if entered and not trial.asked("forward in no_sync"):
         fix = ["no_sync() (", Line(entered[0]), ") decides in the forward "
@@ -174,7 +193,7 @@ def reductions(trial, reference):
 
 @question("weights are gathered block by block",
           where=lambda trial: data_alone(trial) and trial.about.shards)
-def gathers(trial, reference):
+def gathers(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Whether one gather brings the whole model to every rank."""
     largest = max((call["elements"] for call in trial.calls(0)
                    if call["call"] == "allgather_base" and call["update"]),
@@ -188,7 +207,7 @@ def gathers(trial, reference):
 
 
 @question("final weights are the single device's", ("whole", "resumed"))
-def weights(trial, reference):
+def weights(trial: StageTrial, reference: StageTrial) -> Finding | None:
     good = put_together([reference.seen[0]["weights"]])
     mine = put_together([seen["weights"] for seen in trial.seen])
     if mine.differing:

@@ -3,6 +3,8 @@
 Before them, of a script with kernels: what each operation computes, alone.
 """
 
+from __future__ import annotations
+
 import ast
 import json
 import re
@@ -12,15 +14,16 @@ from pyflakes.checker import Checker
 from pyflakes.messages import UndefinedName
 
 from rankcheck.engine import exits
-from rankcheck.engine.findings import Line, fail, ok, warn
+from rankcheck.engine.findings import Finding, Line, fail, ok, warn
 from rankcheck.record.tensors import names
 from workshop.check.plan import STEPS, UNEVEN, B
 from workshop.check.questions.question import question, several
+from workshop.check.trials import StageTrial
 
 
 @question("each operation computes what PyTorch's does", ("operations",),
           early=True)
-def operations(trial, reference):
+def operations(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """What workshop.check.operations says of them."""
     finding = exits.explain(trial)
     if finding:
@@ -40,7 +43,7 @@ def operations(trial, reference):
 
 @question("it trains with kernels of its own",
           where=lambda trial: trial.about.kernels)
-def own(trial, reference):
+def own(trial: StageTrial, reference: StageTrial) -> Finding | None:
     for name in trial.asked("pytorch"):
         return fail(f"it trains with PyTorch's {name}, not with a kernel of "
                     "its own")
@@ -48,7 +51,7 @@ def own(trial, reference):
 
 
 @question("the optimizer updates the model that is trained", early=True)
-def updated(trial, reference):
+def updated(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Whether any of its weights are the model's: asked first, since it may
     be the checkpoint that fails.
     """
@@ -62,7 +65,7 @@ def updated(trial, reference):
 
 @question("it runs to its end", ("whole", "resumed", "bf16", "fsdp2"),
           early=True)
-def how_it_ends(trial, reference):
+def how_it_ends(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Whether every rank comes to its end, after all steps."""
     finding = exits.explain(trial)
     if finding:
@@ -81,7 +84,7 @@ def how_it_ends(trial, reference):
 
 @question("each rank holds its part of the model",
           where=lambda trial: trial.about.shards)
-def parts(trial, reference):
+def parts(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Whether a sharded stage shards, and how."""
     starts = [seen["start"] for seen in trial.seen]
     if not all(starts):
@@ -110,9 +113,12 @@ def parts(trial, reference):
     return None
 
 
-@question("it trains with Lightning", where=lambda trial:
-          trial.about.trainer or trial.asked("fit"))
-def trainer(trial, reference):
+def uses_trainer(trial: StageTrial) -> bool:
+    return trial.about.trainer or bool(trial.asked("fit"))
+
+
+@question("it trains with Lightning", where=uses_trainer)
+def trainer(trial: StageTrial, reference: StageTrial) -> Finding | None:
     if not trial.about.trainer:
         return fail(f"trainer.fit() is called: it is not stage {trial.stage}")
     if not trial.asked("fit"):
@@ -128,7 +134,7 @@ def trainer(trial, reference):
 
 
 @question("its processes leave their group at the end", where=several)
-def parting(trial, reference):
+def parting(trial: StageTrial, reference: StageTrial) -> Finding | None:
     if any(seen["joined"] for seen in trial.seen):
         return warn("the process group is never left",
                     "with NCCL the end may hang: dist.destroy_process_group() "
@@ -137,7 +143,7 @@ def parting(trial, reference):
 
 
 @question("each process asks for its own device")
-def devices(trial, reference):
+def devices(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """What it would take on a machine with accelerators."""
     calls = [node for node in ast.walk(trial.tree())
              if isinstance(node, ast.Call) and re.search(
@@ -145,9 +151,10 @@ def devices(trial, reference):
                  ast.unparse(node.func))]
     for call in calls:
         for arg in (*call.args, *(key.value for key in call.keywords)):
-            if getattr(arg, "value", "") in ("cpu", "gloo", "mpi"):
+            name = getattr(arg, "value", "")
+            if name in ("cpu", "gloo", "mpi"):
                 return fail(["the device or its backend is always "
-                             f"{arg.value!r} (", Line(call.lineno),
+                             f"{name!r} (", Line(call.lineno),
                              "): --device has no say"])
     if set(trial.asked("device")) - {"auto"} or (
             {None, "auto"} & set(trial.asked("accelerator"))):
@@ -163,7 +170,7 @@ def devices(trial, reference):
 
 
 @question("every name that it uses is defined")
-def definitions(trial, reference):
+def definitions(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Also where the check does not come by, as under --compile."""
     for message in Checker(trial.tree()).messages:
         if isinstance(message, UndefinedName):
@@ -174,7 +181,7 @@ def definitions(trial, reference):
 
 @question("a minibatch that cannot be shared is refused", ("uneven",),
           early=True)
-def uneven(trial, reference):
+def uneven(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Whether all ranks end at once where the samples do not go round."""
     said = (f"with a minibatch of {UNEVEN} samples, which 2 ranks with "
             f"microbatches of {B} cannot share, ")
@@ -186,7 +193,7 @@ def uneven(trial, reference):
 
 
 @question("it is compiled if that is asked for", ("whole", "stopped", "fsdp2"))
-def compiled(trial, reference):
+def compiled(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Whether what torch.compile returns is what is called."""
     used = {seen["compiled"] for seen in trial.seen}
     start = trial.seen[0]["start"]
@@ -202,7 +209,7 @@ def compiled(trial, reference):
 
 
 @question("--recompute keeps few activations", ("stopped",))
-def recomputed(trial, reference):
+def recomputed(trial: StageTrial, reference: StageTrial) -> Finding | None:
     if not all(seen["recomputed"] for seen in trial.seen):
         return fail("--recompute changes nothing")
     return None

@@ -1,61 +1,147 @@
-"""The check's questions, and of which trials they are asked."""
+"""The check's questions, and about which trials they are asked."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 
-from rankcheck.engine.findings import Questions, fail, ok
-from rankcheck.record.tensors import assemble, difference
+from rankcheck.engine.findings import Finding, fail, ok, warn
+from rankcheck.engine.questions import Question
+from rankcheck.record.tensors import Whole, assemble, difference
 from workshop.check.plan import STEPS
+from workshop.check.trials import StageTrial
 
 # Two names of one matrix: each end of a pipeline has a copy of it.
 LAST, TIED = "lm_head.weight", "transformer.wte.weight"
 put_together = partial(assemble, same={LAST: TIED})
-QUESTIONS = Questions()
-# They answer with a `Finding`, or with None where the title says it all.
-question = QUESTIONS.add
+
+# Errors that an answer may raise on what a script has left: a checkpoint, for
+# example, may hold anything.
+STRANGE = (ArithmeticError, AttributeError, LookupError, RuntimeError,
+           TypeError, ValueError)
 
 
-def several(trial):
+@dataclass(frozen=True)
+class Examined:
+    """A trial, beside the one that it is compared with.
+
+    Attributes:
+        trial: of the attendee's script.
+        reference: of the single-device stage.
+        kind: what the trial is made for: "whole", "uneven", "resumed",
+            "stopped", "operations", "bf16" or "fsdp2".
+    """
+
+    trial: StageTrial
+    reference: StageTrial
+    kind: str
+
+
+# None where the title of the question says it all
+Answer: TypeAlias = Callable[[StageTrial, StageTrial], "Finding | None"]
+# In the order in which they are asked: causes before their effects
+QUESTIONS: list[Question[Examined]] = []
+
+
+def always(trial: StageTrial) -> bool:
+    """Return true: a question is asked about every trial of its kinds."""
+    return True
+
+
+def question(title: str, kinds: tuple[str, ...] = ("whole",),
+             where: Callable[[StageTrial], bool] = always,
+             early: bool = False) -> Callable[[Answer], Answer]:
+    """Ask the decorated function about trials.
+
+    Args:
+        title: what is right where the answer is "ok".
+        kinds: of trials.
+        where: whether it is asked about a trial of such a kind.
+        early: also about a trial that has not come to its end; a failure
+            then leaves nothing to ask.
+    """
+    def add(answer: Answer) -> Answer:
+        def applies(examined: Examined) -> bool:
+            trial = examined.trial
+            has_ended = early or all(trial.seen)
+            return examined.kind in kinds and has_ended and where(trial)
+
+        def find(examined: Examined) -> list[Finding]:
+            return [judge(title, answer, examined)]
+
+        QUESTIONS.append(Question(title, find, applies, ends=early))
+        return answer
+
+    return add
+
+
+def judge(title: str, answer: Answer, examined: Examined) -> Finding:
+    """Return an answer's finding, or a failure where it cannot be found."""
+    try:
+        found = answer(examined.trial, examined.reference)
+    except RecursionError:
+        return warn(f"it was not checked whether {title}",
+                    "an expression of the script is nested too deeply")
+    except STRANGE as error:
+        words = f"{type(error).__name__}: {error}"
+        return fail(f"the check cannot tell whether {title}: {words}",
+                    "what the script leaves there is not what the course's "
+                    "stages leave", words)
+    return found or ok(title)
+
+
+def several(trial: StageTrial) -> bool:
     return trial.mesh.size > 1
 
 
-def no_pipeline(trial):
+def no_pipeline(trial: StageTrial) -> bool:
     return trial.mesh.pp == 1
 
 
-def data_alone(trial):
-    """Whether the ranks share the data, and nothing else of the work."""
-    return trial.mesh.dp == trial.mesh.size > 1
+def data_alone(trial: StageTrial) -> bool:
+    """Return whether several ranks share the data, and nothing else."""
+    return trial.mesh.is_data_parallel and several(trial)
 
 
-def distance(mine, good):
-    """The largest difference of an element of two `Whole`s, in the names of
-    both. It is nan if one of them is.
+def distance(mine: Whole, good: Whole) -> float:
+    """Return the largest difference of an element, in the names of both.
+
+    It is nan if one of the elements is.
     """
     off = [difference(mine.tensors[name], tensor).abs().max().item()
            for name, tensor in good.tensors.items() if name in mine.tensors]
-    return np.max(off).item() if off else float("nan")
+    return float(np.max(off)) if off else float("nan")
 
 
-def number(row, column):
+def number(row: dict[str, str], column: str) -> float:
+    """Return a value of metrics.csv; nan if it is no number."""
     try:
         return float(row[column])
     except (KeyError, TypeError, ValueError):
         return float("nan")
 
 
-def ask_about(column, title, name, tolerance, *kinds):
+def ask_about(column: str, title: str, name: str, tolerance: float,
+              *kinds: str) -> None:
     """Ask whether a column of the log is the single device's.
 
-    name: of the column in a sentence. tolerance: relative.
+    Args:
+        column: in metrics.csv.
+        title: of the question.
+        name: of the column, in a sentence.
+        tolerance: relative.
+        kinds: of trials, beside "whole".
     """
     @question(title, ("whole", *kinds))
-    def answer(trial, reference):
+    def answer(trial: StageTrial, reference: StageTrial) -> Finding | None:
         rows = {number(row, "step"): row for row in trial.rows}
         for step in range(STEPS):
-            value, good = (number(row, column) for row in (
-                rows.get(step), reference.rows[step]))
+            value = number(rows.get(step, {}), column)
+            good = number(reference.rows[step], column)
             if np.isnan(value) and np.isnan(good):
                 continue
             if np.isnan(value):
@@ -64,9 +150,10 @@ def ask_about(column, title, name, tolerance, *kinds):
                 return fail(f"there is a {name} of step {step}, and with the "
                             "single device there is none")
             if not abs(value - good) <= tolerance * abs(good):
+                text = f"the {name} of step {step} is {value:.6g}, not "
+                text += f"{good:.6g}"
                 times = value / good
-                return fail(
-                    f"the {name} of step {step} is {value:.6g}, not "
-                    f"{good:.6g}" + f" ({times:.3g} times as much)" * (
-                        not 0.6 < times < 1.6))
+                if not 0.6 < times < 1.6:
+                    text += f" ({times:.3g} times as much)"
+                return fail(text)
         return ok(f"{title} (to {tolerance:.0e})")

@@ -1,10 +1,15 @@
 """Questions about what is logged, printed and saved, and when."""
 
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import torch
+
 from rankcheck.engine import exits
-from rankcheck.engine.findings import fail, percent, warn
-from rankcheck.record.tensors import describe
+from rankcheck.engine.findings import Finding, fail, percent, warn
+from rankcheck.record.tensors import Whole, describe
 from workshop.check.plan import LEARNING_RATE, STEPS
 from workshop.check.questions.question import (
     ask_about,
@@ -15,6 +20,7 @@ from workshop.check.questions.question import (
     question,
     several,
 )
+from workshop.check.trials import Checkpoint, StageTrial
 
 PROMPT = "> Hello, I'm a language model,"
 
@@ -26,7 +32,7 @@ ask_about("val_loss", "validation losses agree", "validation loss", 1e-5)
 
 
 @question("no more is evaluated than by the single device")
-def evaluated(trial, reference):
+def evaluated(trial: StageTrial, reference: StageTrial) -> Finding | None:
     good, mine = (sum(seen["evaluated"] for seen in one.seen) // one.mesh.tp
                   for one in (reference, trial))
     if mine > good:
@@ -36,7 +42,7 @@ def evaluated(trial, reference):
 
 
 @question("the logged seconds are those of the steps")
-def logged_seconds(trial, reference):
+def logged_seconds(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """They are in no doubt on a busy machine, either: the run took longer."""
     logged = sum(number(row, "seconds") for row in trial.rows)
     if not 0 < logged <= trial.seconds:
@@ -46,8 +52,8 @@ def logged_seconds(trial, reference):
 
 
 @question("rank 0 alone logs and saves", where=several)
-def writers(trial, reference):
-    written = {}  # file -> the rank that writes it
+def writers(trial: StageTrial, reference: StageTrial) -> Finding | None:
+    written: dict[str, int] = {}  # file -> the rank that writes it
     for rank, seen in enumerate(trial.seen):
         for path in seen["written"]:
             if written.setdefault(path, rank) != rank:
@@ -58,7 +64,7 @@ def writers(trial, reference):
 
 
 @question("every rank writes texts of its own", where=no_pipeline)
-def texts(trial, reference):
+def texts(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Four of each, printed by rank 0; a TP group writes them together."""
     tp = trial.mesh.tp
     for rank, seen in enumerate(trial.seen):
@@ -81,7 +87,7 @@ def texts(trial, reference):
 
 
 @question("its checkpoints are the single device's")
-def checkpoint(trial, reference):
+def checkpoint(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """The whole state by name: weights, and the optimizer's moments."""
     if trial.state is None:
         return fail("there is no checkpoint")
@@ -94,6 +100,8 @@ def checkpoint(trial, reference):
         return fail(f"the run calls itself {name}, not {trial.stage}")
     if trial.state["step"] != STEPS:
         return fail(f"the last checkpoint is of step {trial.state['step']}")
+    if reference.state is None:
+        raise ValueError("the single device has left no checkpoint")
     mine, good = trial.state["model"], reference.state["model"]
     prefix = prefix_of(mine, good)
     odd = sorted({name.removeprefix(prefix) for name in mine} ^ good.keys())
@@ -114,27 +122,31 @@ def checkpoint(trial, reference):
     return None
 
 
-def prefix_of(mine, good):
-    """What all names have before the single device's, "" if not one thing."""
+def prefix_of(mine: Collection[str], good: Collection[str]) -> str:
+    """Return what all names have before the single device's; "" if that is
+    not one thing.
+    """
     found = {name.removesuffix(plain) for name in mine for plain in good
              if name.endswith("." + plain)}
     return min(found) if len(found) == 1 and len(mine) == len(good) else ""
 
 
-def whole(tensors, prefix=""):
+def whole(tensors: Mapping[str, torch.Tensor | None], prefix: str = ""
+          ) -> Whole:
+    """Return the tensors of a checkpoint, without a prefix of their names."""
     return put_together([describe((name.removeprefix(prefix), tensor)
                                   for name, tensor in tensors.items())])
 
 
-def moments(state):
-    """The optimizer's running means of the gradients, by name."""
+def moments(state: Checkpoint) -> dict[str, torch.Tensor | None]:
+    """Return the optimizer's running means of the gradients, by name."""
     return {name: kept.get("exp_avg") for name, kept
             in ((state.get("optimizer") or {}).get("state") or {}).items()}
 
 
 @question("a signal to one rank ends all of them, after a checkpoint",
           ("stopped",), early=True)
-def stopping(trial, reference):
+def stopping(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Whether a signal to rank 0 alone ends all of them, losing nothing."""
     ended = exits.explain(trial)
     if ended:

@@ -1,64 +1,15 @@
-"""A question of the check or of verify, its answer, and the numbers in it."""
+"""What a question has found, what a sentence says of it, and a report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Generic,
-    Literal,
-    TypedDict,
-    TypeVar,
-    Union,
-)
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Union
 
 if TYPE_CHECKING:
     from typing import Unpack  # new in Python 3.11
-
-# Errors that a question may raise on data that it does not expect.
-STRANGE = (ArithmeticError, AttributeError, LookupError, RuntimeError,
-           TypeError, ValueError)
-
-
-Subject = TypeVar("Subject")  # a `Trial`, or a `Comparison` of runs
-Answer = TypeVar("Answer", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class Question(Generic[Subject, Answer]):
-    """What is asked about a trial, or about a script's runs.
-
-    Attributes:
-        title: what is right where the answer is "ok".
-        answer: a function of what it is asked about.
-        kinds: of trials: "whole", "uneven", "resumed", "stopped", ...
-        where: whether it is asked about a subject.
-        early: also about a trial that has not come to its end.
-    """
-
-    title: str
-    answer: Answer
-    kinds: tuple[str, ...]
-    where: Callable[[Subject], bool]
-    early: bool
-
-
-class Questions(list[Question[Subject, Answer]]):
-    """In the order in which they are asked: causes before their effects."""
-
-    def add(self, title: str, kinds: tuple[str, ...] = ("whole",),
-            where: Callable[[Subject], bool] = lambda _: True,
-            early: bool = False) -> Callable[[Answer], Answer]:
-        """Ask the decorated function where `where` says so."""
-        def add(answer: Answer) -> Answer:
-            self.append(Question(title, answer, kinds, where, early))
-            return answer
-
-        return add
 
 
 class Line(int):

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from typing import Unpack  # new in Python 3.11
 
 SECONDS = 900  # after which a trial is ended, whatever it does
-LITTLE = 1e6  # with no more than that left, a file may not be whole
 
 
 # What the probes of a rank have seen, by the names that they give it

@@ -1,0 +1,404 @@
+"""The trials of a check, one after the other until one is not right.
+
+Trying a script (`try_out`) prints nothing; what is printed follows from the
+`Outcome` of each trial.
+"""
+
+from __future__ import annotations
+
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from backstage.errors import UserError, require
+from rankcheck.engine import exits
+from rankcheck.engine.findings import Finding, Report
+from rankcheck.engine.report import Quiet
+from rankcheck.engine.scratch import remove
+from workshop.board import Terminal
+from workshop.check import localise
+from workshop.check.lines import NameLine, lines_as_in, name_lines
+from workshop.check.plan import STEPS, Mesh, PlannedTrial, plan_trials
+from workshop.check.questions import ask
+from workshop.check.questions.question import number
+from workshop.check.trials import Bench, StageTrial
+from workshop.diff import documents
+from workshop.diff.diff import Diff, Left
+from workshop.diff.render import advice, saved
+from workshop.stages import FIRST, STAGES
+
+references: dict[object, StageTrial] = {}  # by the solution's path
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """The first thing that is wrong in a trial.
+
+    Attributes:
+        title: of the question.
+        text: what the attendee reads.
+        lines: that it names, of the script that was tried.
+        error: with which that ended, without the numbers in it.
+    """
+
+    title: str
+    text: str
+    lines: frozenset[int]
+    error: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the questions have found in a trial.
+
+    Attributes:
+        planned: what was to be tried.
+        trial: its records.
+        findings: in the order of the questions, with lines as the attendee
+            knows them. If there is a failure, the verdict of all else that
+            is not right is "and": it may follow from that.
+        mistake: the first failure, if there is one.
+        internal_errors: a line for each question that raised an exception.
+    """
+
+    planned: PlannedTrial
+    trial: StageTrial
+    findings: list[Finding]
+    mistake: Mistake | None
+    internal_errors: list[str]
+
+    @property
+    def is_right(self) -> bool:
+        return not self.mistake and not self.internal_errors
+
+
+@dataclass(frozen=True)
+class OneChange:
+    """A change of a lesson that is tried with all others made.
+
+    Attributes:
+        number: as `diff` numbers it.
+        place: ", line N" where it is in the attendee's script, or "".
+    """
+
+    number: int
+    place: str = ""
+
+
+def try_out(bench: Bench, planned: PlannedTrial, name: NameLine) -> Outcome:
+    """Make a trial, and ask all questions about it.
+
+    name: what a `Line` of the script that is tried is called.
+    """
+    trial = bench.make(planned)
+    answers = ask(trial, reference_of(bench), planned.kind)
+    failures = [one for one in answers.findings if one.verdict == "FAIL"]
+    mistake = None
+    if failures:
+        first = failures[0]
+        mistake = Mistake(first.question, name_lines(first, name).text,
+                          frozenset(first.lines),
+                          re.sub(r"\d+", "0", first.error))
+    findings = []
+    for finding in answers.findings:
+        named = name_lines(finding, name)
+        if failures and finding.verdict != "ok" and finding is not first:
+            named = replace(named, verdict="and")
+        findings.append(named)
+    return Outcome(planned, trial, findings, mistake, answers.internal_errors)
+
+
+def reference_of(bench: Bench) -> StageTrial:
+    """Return the single device's trial, made once for all checks of this
+    program.
+    """
+    if bench.reference:
+        return bench.reference
+    solution = STAGES[FIRST].solution
+    if solution not in references:
+        one = bench.with_script(solution.read_bytes(), FIRST).make(
+            PlannedTrial("1", "whole", Mesh()))
+        words = exits.last_words(one, 0).text
+        require(len(one.rows) == STEPS and one.seen[0], "the single-device "
+                f"stage does not run here: it {words}")
+        references[solution] = one
+    bench.reference = references[solution]
+    return bench.reference
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A script that is checked.
+
+    Attributes:
+        bench: where the trials are made.
+        out: is told how far it has come, and the findings.
+        name: what a `Line` of the script that is tried is called.
+        change: the one that is tried alone, or None.
+        verbose: whether the answers that are right are told, too.
+    """
+
+    bench: Bench
+    out: Quiet
+    name: NameLine
+    change: OneChange | None = None
+    verbose: bool = False
+
+    def execute(self) -> Report:
+        """Make the trials, tell what is found, and return that.
+
+        Raises:
+            UserError: the script could not be run.
+        """
+        plan = plan_trials(self.bench.stage, quickly=bool(self.change))
+        self.announce(plan)
+        reference_of(self.bench)
+        outcomes: list[Outcome] = []
+        for planned in plan:
+            self.out.report(trial=planned.name)
+            self.out.say(f"\n{planned.mesh.words}{planned.about}")
+            outcome = try_out(self.bench, planned, self.name)
+            outcomes.append(outcome)
+            self.tell(outcome)
+            if not outcome.is_right:
+                break
+        report = make_report(self.bench, outcomes)
+        self.conclude(report, outcomes)
+        return report
+
+    # ------------------------------------------------------ what is printed
+
+    def announce(self, plan: Sequence[PlannedTrial]) -> None:
+        """Tell what will be tried."""
+        names = [planned.name for planned in plan]
+        self.out.report(columns=names)
+        shown = [name for name in names if "x" in name[1:2]]
+        if shown:
+            self.out.report(
+                about=f"{shown[0]}: pipeline x data x tensor parallel.")
+        script = self.bench.script
+        self.out.say(f"{script.name}, last {saved(script)}, against the "
+                     f"single-device stage: preset tiny, fp32, {STEPS} steps")
+
+    def tell(self, outcome: Outcome) -> None:
+        """Tell what a trial has shown."""
+        for finding in outcome.findings:
+            self.out.report(answer=[finding.question, finding.verdict])
+        trial = outcome.trial
+        if outcome.planned.kind == "whole" and all(trial.seen):
+            picture = draw(trial, reference_of(self.bench))
+            self.out.report(picture=picture)
+        if outcome.mistake:
+            self.out.report(table=None)
+        tell_findings(self.out, outcome.findings, trial.seconds,
+                      verbose=self.verbose)
+
+    def conclude(self, report: Report, outcomes: Sequence[Outcome]) -> None:
+        """Tell what is wrong and why, or that all is right."""
+        last = outcomes[-1]
+        if report.internal_errors:
+            self.out.say("\nThe check itself failed: this is no verdict.")
+        elif last.mistake:
+            if self.change:
+                self.blame_change(self.change)
+            else:
+                diagnose(self.bench, self.out, last, last.mistake)
+            verdict = "\nNot yet."
+            if isinstance(self.out, Terminal) and not self.verbose:
+                verdict += " Use -v for details."
+            self.out.say(verdict)
+        elif self.change:
+            sizes = sizes_of(outcomes)[-1:]
+            self.out.say(f"\nCorrect on {name_sizes(sizes)}. Without a "
+                         "number, the check covers everything.")
+        else:
+            self.out.report(table=None)
+            verdict = (f"Correct on {name_sizes(sizes_of(outcomes))}: the "
+                       "same training as on one device.")
+            if report.warnings:
+                verdict += " See the warning above."
+            self.out.say(verdict)
+        self.out.report(right=report.ok)
+
+    def blame_change(self, change: OneChange) -> None:
+        """Name the change that was tried alone, and say why it is made."""
+        tried = documents.load(self.bench.stage)[change.number - 1]
+        if change.place:
+            self.out.say(
+                f"        It is change {change.number}{change.place}.")
+        text = f"Change {change.number} ({tried.title}){change.place}"
+        give_reason(self.out, text, first_sentences(tried.why))
+
+
+def make_report(bench: Bench, outcomes: Sequence[Outcome]) -> Report:
+    """Return the findings of all trials."""
+    findings: list[Finding] = []
+    errors: list[str] = []
+    for outcome in outcomes:
+        findings += outcome.findings
+        errors += outcome.internal_errors
+    return Report(bench.script, tuple(findings),
+                  internal_errors=tuple(errors))
+
+
+def tell_findings(out: Quiet, findings: Sequence[Finding], seconds: float, *,
+                  verbose: bool) -> None:
+    """Tell a trial's findings, and how many of them a terminal leaves out."""
+    for finding in findings:
+        if finding.verdict != "ok" or verbose:
+            out.report(finding=[finding.verdict, finding.text,
+                                finding.advice])
+    count = Counter(finding.verdict for finding in findings)
+    if count["FAIL"] and count["and"]:
+        verb = "follows" if count["and"] == 1 else "follow"
+        out.report(summary=f"        ({count['and']} more {verb} from it)")
+    elif not count["FAIL"]:
+        text = f"{count['ok']} questions ({seconds:.1f} s)"
+        if len(findings) == 1:
+            text = findings[0].text
+        out.report(summary=f"  ok    {text}")
+
+
+def sizes_of(outcomes: Sequence[Outcome]) -> list[int]:
+    """Return the numbers of processes; two meshes may have the same."""
+    sizes = [outcome.planned.mesh.size for outcome in outcomes
+             if outcome.planned.kind == "whole"]
+    return list(dict.fromkeys(sizes))
+
+
+def name_sizes(sizes: Sequence[int]) -> str:
+    """Return "1 process", or "1, 2 and 4 processes"."""
+    if [*sizes] == [1]:
+        return "1 process"
+    *others, last = map(str, sizes)
+    if not others:
+        return f"{last} processes"
+    return f"{', '.join(others)} and {last} processes"
+
+
+def draw(trial: StageTrial, reference: StageTrial) -> dict[str, Any]:
+    """Return who read what, and the losses, for a notebook's picture."""
+    def losses(rows: Sequence[dict[str, str]]) -> list[float | None]:
+        values = [number(row, "loss") for row in rows]
+        return [value if value == value else None for value in values]
+
+    dp, tp = trial.mesh.dp, trial.mesh.tp
+    return {"read": [seen["samples"] for seen in trial.seen],
+            "readers": [rank // tp % dp for rank in range(trial.mesh.size)],
+            "expected": reference.seen[0]["samples"],
+            "loss": losses(trial.rows), "single": losses(reference.rows)}
+
+
+# ------------------------------------------------------- which change it is
+
+
+def diagnose(bench: Bench, out: Quiet, outcome: Outcome,
+             mistake: Mistake) -> None:
+    """Name the changes without which it would be right, as far as found.
+
+    Scripts with a part of the differences are tried as in the trial that
+    failed.
+
+    Args:
+        bench: of the attendee's script.
+        out: is told.
+        outcome: of the trial that failed.
+        mistake: in it.
+    """
+    stage, script = bench.stage, bench.script
+    try:
+        mine = Diff(stage, script)
+        diff = Diff(stage, script, localise.rename(
+            script.read_text("utf-8-sig"),  # there may be a mark
+            STAGES[stage].solution.read_text("utf-8")).encode())
+    except (UnicodeDecodeError, UserError, tokenize.TokenError):
+        return  # it cannot be compared
+    if 2 * len(diff.left) > diff.total or mine.other_stage():
+        left = f"{len(diff.left)} of {diff.total} changes are left"
+        out.say(f"        {left}. {advice(mine)}")
+        out.report(cause=[left, advice(mine)])
+        return
+    items = localise.in_order(diff, mistake.lines)
+    # what a script with these differences shows; None: it is right, or no
+    # Python
+    known: dict[frozenset[int], Mistake | None] = {
+        frozenset(map(id, items)): mistake}
+
+    def symptom(part: Sequence[Left]) -> tuple[str, str] | None:
+        key = frozenset(map(id, part))
+        if key not in known:
+            data = localise.without(diff, part)
+            known[key] = None
+            if data:
+                known[key] = try_part(bench, outcome.planned, data,
+                                      diff.yours.data)
+        found = known[key]
+        # two scripts that are wrong in the same way have these in common
+        return (found.title, found.error) if found else None
+
+    for part in localise.find(items, symptom):
+        tell_cause(out, diff, part, known[frozenset(map(id, part))], mistake)
+
+
+def try_part(bench: Bench, planned: PlannedTrial, data: bytes, yours: bytes
+             ) -> Mistake | None:
+    """Return the first mistake of another version of the script.
+
+    Args:
+        bench: of the attendee's script.
+        planned: the trial in which that is wrong.
+        data: the other version.
+        yours: the attendee's.
+    """
+    other = bench.with_script(data)
+    name = lines_as_in(yours, data)
+    plan = [planned]
+    if planned.kind == "resumed":  # there has to be a run
+        plan.insert(0, PlannedTrial("1", "whole", Mesh()))
+    try:
+        for one in plan:
+            outcome = try_out(other, one, name)
+            if outcome.mistake:
+                return outcome.mistake
+        return None
+    finally:
+        remove(other.folder)
+
+
+def tell_cause(out: Quiet, diff: Diff, part: Sequence[Left],
+               found: Mistake | None, mistake: Mistake) -> None:
+    """Tell which differences are the mistake, and what the lesson does."""
+    text = f"It is {localise.name(part)}"
+    if found and found.text != mistake.text:
+        text += f": {found.text}"
+    out.say(f"        {text}.")
+    kept = localise.kept_lines(diff, part)
+    changes = [item for item in part if item.number]
+    reason = ""
+    if kept:  # a change's reason would be another
+        reason = f"The lesson keeps this line: `{kept}`."
+    elif changes:
+        reason = first_sentences(changes[0].why)
+    give_reason(out, text, reason)
+
+
+def first_sentences(why: str) -> str:
+    """Return the first two sentences of why the lesson makes a change."""
+    paragraph = why.split("\n")[0]
+    return " ".join(re.split(r"(?<=[.!?]) ", paragraph)[:2])
+
+
+def give_reason(out: Quiet, text: str, reason: str) -> None:
+    """Tell why the lesson makes a change.
+
+    Args:
+        out: is told.
+        text: what was found, for a notebook.
+        reason: "" where the script differs from the lesson otherwise.
+    """
+    if reason:
+        out.say(f"        {reason}")
+    out.report(cause=[text, reason])
