@@ -23,6 +23,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import SyncBatchNorm, functional
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad
+from torch.utils.data import DataLoader, IterableDataset
 from verify_cases import CASES as SCRIPTS
 from verify_cases import outcome
 
@@ -32,8 +33,13 @@ from rankcheck.engine.trial import Trial
 from rankcheck.record.recorder import Log
 from rankcheck.record.rows import Rows, persistent_buffers
 from rankcheck.record.tensors import describe, whole_here
-from rankcheck.record.torch_api import batchnorm, clipping, targets
-from rankcheck.record.training import Modules
+from rankcheck.record.torch_api import (
+    batchnorm,
+    clipping,
+    streams,
+    targets,
+)
+from rankcheck.record.training import Modules, takes_own_statistics
 from rankcheck.verification import command, questions
 from rankcheck.verification.comparison import Comparison, find_skips
 from rankcheck.verification.questions import QUESTIONS
@@ -495,8 +501,8 @@ CASES = [
      "last.pt (line 7)"),
     (RIGHT, local_cache, NODES, "as two nodes, rank 1 reads tokens in /tmp, "
      "which only the other node has written (line 7)"),
-    (RIGHT, with_nodes(seen(1, devices=[1])), NODES, "as two nodes, rank 1 "
-     "takes GPU 1 of a node that has 1 GPU"),
+    (RIGHT, with_nodes(seen(1, devices=[1])), NODES, "as two nodes with a "
+     "GPU for each rank, rank 1 takes GPU 1, but its node has 1 GPU"),
     (RIGHT, fails_on_nodes, NODES, "as two nodes rank 0 ended with an error: "
      "no such GPU"),
     (RIGHT, without_updates, NODES, "as two nodes it makes no update"),
@@ -733,6 +739,63 @@ def test_unused_parameters_of_which_DDP_was_told(answers):
         on(1, update=1, without=["Sequential:3.bias"]),
         seen(1, asked=instead("DistributedDataParallel", True))))
     assert "every parameter gets a gradient" not in found
+
+
+def of_few(trials):
+    """Each update reads the samples of the first, with one process, too."""
+    for trial in trials.values():
+        for of_rank in trial.seen:
+            first, *later = of_rank["updates"]
+            for update in later:
+                update |= {kind: first[kind] for kind in ("rows", "columns")}
+
+
+STREAM = seen(0, asked=lambda log: [*log, ("stream with workers", 2)])
+
+
+@pytest.mark.parametrize(("change", "warns"), [
+    (of_few, False), (together(of_few, STREAM), True), (STREAM, False)])
+def test_samples_that_one_process_reads_again_as_well(answers, change, warns):
+    """The dataset is that small; or each worker of a loader reads all."""
+    found = answers(RIGHT, change)
+    again = [one for one in found.values()
+             if "were read in an earlier update" in one.text]
+    assert [one.verdict for one in again] == ["warn"] * warns
+    assert all("get_worker_info" in one.advice for one in again)
+
+
+class Synchronised(torch.nn.BatchNorm1d):
+    """As scripts write it: the mean over all ranks."""
+
+    def forward(self, x):
+        mean = x.mean(0)
+        torch.distributed.all_reduce(mean)
+        return x - mean
+
+
+@pytest.mark.parametrize(("layer", "own"), [
+    (torch.nn.BatchNorm1d(2), True), (torch.nn.BatchNorm1d(2).eval(), False),
+    (SyncBatchNorm(2), False), (Synchronised(2), False),
+    (torch.nn.Linear(2, 2), False)])
+def test_statistics_of_one_process(layer, own):
+    assert takes_own_statistics(layer) == own
+
+
+@pytest.mark.parametrize(("stream", "workers"), [
+    (True, 2), (True, 1), (False, 2)])
+def test_workers_that_iterate_over_a_stream(monkeypatch, stream, workers):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from range(4)
+
+    log, _ = recorder()
+    monkeypatch.setattr(DataLoader, "__iter__", DataLoader.__iter__)
+    streams(log)
+    read = [*DataLoader(Stream() if stream else range(4), None,
+                        num_workers=workers)]
+    several = stream and workers > 1
+    assert sorted(read) == sorted([*range(4)] * (1 + several))
+    assert log.seen["asked"] == [("stream with workers", 2)] * several
 
 
 @pytest.mark.parametrize(("error", "refused"), [

@@ -18,7 +18,12 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
-from torch.utils.data import DistributedSampler, Subset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+)
 
 from rankcheck.record.recorder import Log, assign, note, replace
 from rankcheck.record.tensors import thin, unwrap
@@ -190,6 +195,19 @@ def counted(log: Log, sampler: DistributedSampler[Any],
         yield index
 
 
+def streams(log: Log) -> None:
+    """Watch for several workers that iterate over a stream.
+
+    Each of them has the whole stream, unless it leaves some of it out.
+    """
+    @replace(DataLoader, "__iter__")
+    def iterate(iterate: Callable[..., Any], loader: DataLoader[Any]) -> Any:
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        if is_stream and loader.num_workers > 1:
+            log.asked("stream with workers", loader.num_workers)
+        return iterate(loader)
+
+
 def zeroing(log: Log) -> None:
     """Tell that gradients are thrown away, before they are."""
     @replace(torch.optim.Optimizer, "zero_grad")
@@ -235,5 +253,5 @@ def sharding(log: Log) -> None:
         return module
 
 
-PROBES = [clipping, scaler, dropout, batchnorm, targets, samplers, zeroing,
-          sharding]
+PROBES = [clipping, scaler, dropout, batchnorm, targets, samplers, streams,
+          zeroing, sharding]

@@ -87,6 +87,16 @@ def use(log: Log, module: str) -> None:
         probe(log)
 
 
+def takes_own_statistics(module: nn.Module) -> bool:
+    """Return whether it normalises by the samples of this process alone.
+
+    Of a subclass with a forward pass of its own that is not known: it may ask
+    the other ranks.
+    """
+    return (isinstance(module, _BatchNorm) and module.training
+            and type(module).forward is _BatchNorm.forward)
+
+
 class Modules:
     """Those that train, and what goes into the outermost of them."""
 
@@ -248,9 +258,7 @@ class Modules:
         """
         now: Notes = self.log.now
         self.seen["batchnorm"] |= any(
-            isinstance(part, _BatchNorm)
-            and not isinstance(part, nn.SyncBatchNorm)
-            and part.training for part in module.modules())
+            takes_own_statistics(part) for part in module.modules())
         self.seen["low"] |= any(
             is_low(weight) or torch.is_autocast_enabled(weight.device.type)
             for weight in module.parameters())

@@ -423,16 +423,18 @@ def reads_of_other_node(trial: Trial, rank: int, path: str, opener: int
 
 
 def devices(both: TwoNodes) -> list[Finding]:
-    """Say whether a rank takes the number of a GPU that a node has not.
+    """Say whether a rank takes the number of a GPU that its node lacks.
 
-    It is seen where a CPU stands in for GPUs, one for each rank of a node.
+    It is seen where a CPU stands in for GPUs: a node has one for each of its
+    ranks. A real one may have more, where a larger number is no error.
     """
     count = both.case.size // 2
     for rank, seen in enumerate(both.trial.seen):
         beyond = [number for number in seen["devices"] if number >= count]
         if beyond:
             return [fail(
-                f"as two nodes, rank {rank} takes GPU {beyond[0]} of a node "
-                f"that has {counted(range(count), 'GPU')}",
+                f"as two nodes with a GPU for each rank, rank {rank} takes "
+                f"GPU {beyond[0]}, but its node has "
+                f"{counted(range(count), 'GPU')}",
                 "choose a GPU by LOCAL_RANK, not by RANK", ranks=[rank])]
     return []

@@ -83,11 +83,14 @@ class Reading:
         single: the same of one process; [] if it cannot be compared.
         partitioned: whether a DistributedSampler has given each rank its
             part, in its first epoch: then no sample is read twice.
+        streamed: whether several workers of a DataLoader iterate over a
+            stream, which may give all of it to each of them.
     """
 
     steps: list[Step]
     single: list[list[str]]
     partitioned: bool
+    streamed: bool
 
 
 @dataclass(frozen=True)
@@ -188,7 +191,8 @@ def read_by(case: Comparison, number: int) -> Reading:
     return Reading(
         steps, [rows(single[i:i + group]) for i in range(0, len(single),
                                                          group)],
-        partitioned=epochs == {1})
+        partitioned=epochs == {1},
+        streamed=bool(case.asked("stream with workers")))
 
 
 def starts_over_all(case: Comparison, rank: int) -> list[SamplerStart]:
@@ -296,9 +300,11 @@ def usual_repeats(single: list[list[str]]) -> float:
 def repeats_of_earlier(reading: Reading) -> Finding | None:
     """Answer whether samples of an earlier step are read once more.
 
-    It is compared with as many samples of one process. It is a failure if
-    each step repeats the same number: where samples are drawn at random, the
-    number varies.
+    It is compared with as many samples of one process, which reads as many
+    again where the dataset is small, or samples are drawn with replacement.
+    Workers that all read the same do so with one process, too: then it is a
+    warning. It is a failure if each step repeats the same number, more than
+    one process does: where samples are drawn at random, the number varies.
     """
     steps = [[*dict.fromkeys(step.rows)] for step in reading.steps]
     single = [[*dict.fromkeys(step)] for step in reading.single]
@@ -319,9 +325,14 @@ def repeats_of_earlier(reading: Reading) -> Finding | None:
                     "ended the last one")
     if share <= TWICE:
         return None
+    if reading.streamed:
+        return warn(text, "does each worker of the DataLoader read all? It is "
+                    "told which it is by torch.utils.data.get_worker_info(); "
+                    "right if the dataset is that small")
+    if single and share <= usual + TWICE:
+        return ok(text)
     return warn(text, "right if the dataset is that small, or samples are "
-                "drawn with replacement; or does each worker of the "
-                "DataLoader read all?")
+                "drawn with replacement")
 
 
 def share_again(samples: list[str]) -> float:
