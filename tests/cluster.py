@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +21,8 @@ from stages import Result, make_dataset
 
 from backstage import ROOT
 from rankcheck.engine.ranks import Rank
+from rankcheck_testing.isolation import OWNER
+from rankcheck_testing.support import wait_for
 
 LAB = ROOT / "tests" / "slurm" / "lab.sh"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -100,7 +101,8 @@ class Slurm:
         self.nodes = [f"{name}{number}" for number in (1, 2, 3)]
         self.env = {
             name: value for name, value in os.environ.items()
-            if not name.startswith(("SLURM_", "SBATCH_", "WORKSHOP_"))}
+            if not name.startswith(("SLURM_", "SBATCH_", "WORKSHOP_"))
+            and name != OWNER}
         self.env |= {"WORKSHOP": str(repo),  # as after activate.sh
                      "SLURM_CONF": f"{lab}/etc/slurm.conf",
                      "PATH": f"{lab}/bin:{os.environ['PATH']}"}
@@ -174,16 +176,6 @@ def world(folder):
     """How many nodes and processes trained, as the run says."""
     record = json.loads((folder / "hyperparameters.json").read_text())
     return record["nodes"], record["world_size"]
-
-
-def wait_for(condition, timeout=500, explain=lambda: ""):
-    """Until it is fulfilled: what it says then."""
-    end, pause = time.monotonic() + timeout, 0.05
-    while not (said := condition()):
-        assert time.monotonic() < end, explain()
-        time.sleep(pause)
-        pause = min(1.2 * pause, 1)  # what it asks takes CPU time, too
-    return said
 
 
 @contextmanager

@@ -5,204 +5,53 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
-from importlib import metadata
-from importlib.util import find_spec
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
-import cleanup
 import pytest
-from cleanup import all_processes
-from packaging.requirements import Requirement
 
 from backstage import ROOT
+from rankcheck_testing.cleanup import all_processes  # noqa: F401
+from rankcheck_testing.support import (  # noqa: F401 tests import them here
+    edit,
+    link_package,
+    needs,
+    program,
+    python,
+)
 from workshop import SOURCES
 
+# Also the tests of rankcheck have it: folders, processes and --whole.
+pytest_plugins = ["rankcheck_testing.isolation"]
+
 CLONE_PATH = os.pathsep.join(SOURCES)  # as activate.sh sets PYTHONPATH
-
-# Python keeps what it has compiled, also where a container's image says not
-# to: else each process would compile torch's modules anew, for seconds.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
-
-# Processes that wait for one another should sleep: no test may depend on
-# how busy the machine is. A second thread for models as small as the tests'
-# nearly doubles their CPU time. These have to be set before torch is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-# Files that take long, in the order in which they begin; the others follow by
-# name: a long one at the end would run alone.
-LONG = [f"test_{name}.py" for name in (
-    "slurm_ends", "lab", "why", "verify", "notebooks", "contract", "activate",
-    "slurm", "check", "rehearse", "benchmarks", "questions", "predictions",
-    "ladder", "pbs", "std", "lit", "launch", "slides", "starter", "meshes",
-    "kernels", "take_home", "stages")]
 
 # The tests that use these are marked `whole` by that.
 NEED_A_PROGRAM = {"browser", "enter", "mount", "mpich", "portal", "slurm"}
 
 MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")  # Debian's
-OF_THE_USER = (  # of the home folder: where packages are from, caches
-    ".cache/matplotlib", ".cache/pip", ".cache/uv", ".config/pip")
 ENVIRONMENT = (  # what activate.sh needs
     "activate.sh", "setup.sh", "requirements.txt", "constraints.txt",
     "pyproject.toml",
     "fineweb", "tests/requirements.txt")
 
 
-def is_worker(config):
-    """Whether this process runs the tests for another (pytest-xdist)."""
-    return hasattr(config, "workerinput")
-
-
-def is_plain(config):
-    """Whether no file and no test is named."""
-    return config.args_source is not pytest.Config.ArgsSource.ARGS
-
-
-def is_quick(config):
-    """Whether the tests that are marked `whole` are left out."""
-    return is_plain(config) and not config.option.whole
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads them
-def pytest_cmdline_main(config):
-    """All tests: three files at a time, as most wait for processes."""
-    option = config.option
-    if is_plain(config) and option.numprocesses is None and not (
-            is_worker(config) or option.usepdb):
-        option.numprocesses, option.dist = 3, "loadfile"
-
-
-@pytest.hookimpl(tryfirst=True)  # before tmp_path's folder is chosen
-def pytest_configure(config):
-    if not is_worker(config):  # all that tests start inherit them
-        os.environ["WORKSHOP_TESTS"] = str(os.getpid())
-        os.environ["TMPDIR"] = tempfile.tempdir = make_temporary()
-        os.environ["HOME"] = make_home(Path(tempfile.tempdir, "home"))
-        cleanup.watch(os.getpid(), tempfile.tempdir)
-        config.option.basetemp = (
-            config.option.basetemp or f"{tempfile.tempdir}/t")
-
-
-def make_temporary():
-    """A folder for temporary files; it goes with what tests leave in it.
-
-    Not in /tmp, if the user has named no other: a trial of verify or check
-    gets a link to all that lies beside the folders of its script. Where
-    thousands of files were in /tmp, it took three times as long. The path is
-    short, for Unix sockets.
-    """
-    cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)  # stays warm
-    place = os.environ.get("TMPDIR", "/var/tmp")
-    folder = tempfile.mkdtemp(
-        prefix="t", dir=place if os.access(place, os.W_OK) else None)
-    os.chmod(folder, 0o755)  # some tests are nobody
-    return folder
-
-
-def make_home(folder):
-    """A home folder without the profile and the settings of the user.
-
-    A job's shell is a login shell, which reads the profile, and tests kill
-    jobs. One that was killed in the middle left the lock of a program behind
-    (pyenv's): each later shell waited a minute for it, and said so in the log.
-    """
-    user = Path.home()
-    for name in OF_THE_USER:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        if (user / name).exists():
-            (folder / name).symlink_to(user / name)
-    return str(folder)
-
-
 def pytest_addoption(parser):
-    parser.addoption(
-        "--whole", action="store_true", help="run the whole suite: also what "
-        "takes long or needs programs such as SLURM, MPI, a browser")
-    parser.addoption(
-        "--tables", action="store_true", help="run all of the tables, too: "
-        "scripts and jobs with mistakes that the tools have to name; hours")
     parser.addoption(
         "--update", action="store_true", help="write the snapshots of views "
         "anew, in the folders snapshots/: look at what git says has changed")
 
 
-def pytest_collection_modifyitems(config, items):
-    """`pytest` alone leaves out marked tests; naming a file runs all of it."""
+@pytest.hookimpl(tryfirst=True)  # before those that are marked are left out
+def pytest_collection_modifyitems(items):
     for item in items:
         if NEED_A_PROGRAM & {*item.fixturenames}:
             item.add_marker("whole")
-    items.sort(key=lambda item: [*LONG, item.path.name].index(item.path.name))
-    if is_quick(config):
-        leave_out("whole", config, items)
-    if not config.option.tables:
-        leave_out("table", config, items)
-
-
-def leave_out(marker, config, items):
-    """Take the tests with this marker out."""
-    some = [item for item in items if item.get_closest_marker(marker)]
-    items[:] = [item for item in items if not item.get_closest_marker(marker)]
-    config.hook.pytest_deselected(items=some)
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    if is_quick(config):
-        terminalreporter.write_line(
-            "Left out is what takes long or needs SLURM, MPI, a compiler or a "
-            "browser: `pytest --whole` runs it, too")
-
-
-@pytest.hookimpl(trylast=True)  # when the workers have ended
-def pytest_sessionfinish(session):
-    """No test may leave a process or a file behind."""
-    end, left = time.monotonic() + 20, []
-    if "rankcheck.engine.fork_server" in sys.modules:
-        sys.modules["rankcheck.engine.fork_server"].end_all()
-    if is_worker(session.config):
-        return
-    while (left := list(left_behind())) and time.monotonic() < end:
-        time.sleep(0.2)
-    for pid, words in left:
-        print(f"\nleft behind by a test: process {pid}, {' '.join(words)}")
-        os.kill(pid, signal.SIGKILL)
-    if left and not session.exitstatus:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    folder = Path(os.environ["TMPDIR"])
-    if session.exitstatus in (pytest.ExitCode.TESTS_FAILED,
-                              pytest.ExitCode.INTERNAL_ERROR):
-        (folder / cleanup.KEPT).touch()
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def left_behind():
-    """(process, its words) of those that tests have started."""
-    return ((pid, words) for pid, words, variables in all_processes()
-            if f"WORKSHOP_TESTS={os.getpid()}" in variables
-            and any(words) and pid != os.getpid())
-
-
-def needs(*names):
-    """Skip a test if a program or package that it needs is not installed.
-
-    In CI, which installs all of them, a missing one is a failure instead.
-    """
-    missing = [name for name in names
-               if not shutil.which(name) and not find_spec(name)]
-    if missing:
-        end = pytest.fail if os.environ.get("CI") else pytest.skip
-        end(f"not installed: {', '.join(missing)}")
 
 
 def copy_course(clone, *names):
@@ -226,20 +75,6 @@ def copy_desk(clone, *more, stage="std"):
     return clone
 
 
-def link_package(name, site):
-    """Put a package of ours, and those that it needs, into a site-packages."""
-    names = [name]
-    for name in names:  # which grows
-        package = metadata.distribution(name)
-        for top in {file.parts[0] for file in package.files} - {
-                "..", "__pycache__"}:
-            if not (site / top).exists():
-                (site / top).symlink_to(package.locate_file(top))
-        needed = map(Requirement, package.requires or [])
-        names += {one.name for one in needed if not one.marker
-                  or one.marker.evaluate({"extra": ""})} - {*names}
-
-
 def read_book(path):
     """nbformat is imported late: that takes two seconds of every process."""
     import nbformat
@@ -252,14 +87,6 @@ def calls(cell):
     return re.sub("^from lesson import .*\n", "", cell.source, flags=re.M)
 
 
-def python(folder, *words, **variables):
-    """A Python that has ended there; without PYTHONPATH, if none is given."""
-    env = {key: value for key, value in os.environ.items()
-           if key != "PYTHONPATH"}
-    return subprocess.run([sys.executable, *map(str, words)], cwd=folder,
-                          env=env | variables, capture_output=True, text=True)
-
-
 def workshop(repo, *words, status=0, **variables):
     """What `python -m workshop words...` prints there."""
     end = python(repo, "-m", "workshop", *words, **variables)
@@ -267,13 +94,6 @@ def workshop(repo, *words, status=0, **variables):
     if status:  # one line
         assert re.fullmatch(r"error: [^\n]+\n", end.stderr), end.stderr
     return end.stdout + end.stderr
-
-
-def program(path, text):
-    """Write a script that can be run; its path."""
-    path.write_text(text)
-    path.chmod(0o755)
-    return path
 
 
 def git(folder, *words, **variables):
@@ -294,14 +114,6 @@ def commit_all(folder):
     """Make a repository of a folder, with all that is in it."""
     for words in ("init -q", "add -A", "commit -qm all"):
         git(folder, *words.split())
-
-
-def edit(text, *pairs):
-    """The text with each old string, which occurs once, replaced by a new."""
-    for old, new in pairs:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    return text
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from zipfile import ZipFile
 import pytest
 from conftest import ENVIRONMENT, copy_course, needs
 
+from rankcheck_testing.isolation import OWNER
+
 CLOSED = "http://127.0.0.1:9"  # a port where nothing listens
 SHELLS = {"bash": ["bash", "--norc"], "zsh": ["zsh", "-f"]}
 
@@ -81,7 +83,7 @@ def environment(repo, **changes):
     env = {name: value for name, value in os.environ.items()
            if not name.startswith(("PIP_", "PYTHON", "WORKSHOP_", "TIKTOKEN_",
                                    "VIRTUAL_ENV", "TORCH_DISABLE_", "OMP_",
-                                   "UV_"))}
+                                   "UV_", OWNER))}
     env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": (repo / "wheels").as_uri(),
             "PIP_DISABLE_PIP_VERSION_CHECK": "1", "https_proxy": CLOSED}

@@ -9,11 +9,12 @@ import tempfile
 import time
 from pathlib import Path
 
-import cleanup
 import pytest
 from conftest import needs
 
 from backstage import ROOT
+from rankcheck_testing import cleanup
+from rankcheck_testing.support import HOUSE
 
 
 def start_pytest(place, *words):
@@ -98,8 +99,8 @@ def test_a_login_shell_reads_no_profile_of_the_user(place):
                     " stdout=subprocess.PIPE).stdout)\n")
     out = subprocess.run(
         [sys.executable, "-m", "pytest", "-sq", "-p", "no:cacheprovider",
-         "-p", "conftest", test], cwd=ROOT, text=True, check=True,
-        env={**os.environ, "HOME": str(place), "PYTHONPATH":
-             f"{ROOT}/tests{os.pathsep}{os.environ['PYTHONPATH']}"},
+         "-p", "rankcheck_testing.isolation", test], cwd=ROOT, text=True,
+        check=True, env={**os.environ, "HOME": str(place), "PYTHONPATH":
+                         f"{HOUSE}/src{os.pathsep}{HOUSE}/tests"},
         stdout=subprocess.PIPE).stdout
     assert "a login shell" in out and "the profile" not in out

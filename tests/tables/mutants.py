@@ -37,7 +37,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
+    TESTS, TOP = Path(__file__).resolve().parents[1:3]
+    sys.path[:0] = map(str, (
+        TESTS, TOP, TOP / "rankcheck/src", TOP / "rankcheck/tests"))
 
 import why_cases
 from check_cases import left_by, left_in, outcome

@@ -28,7 +28,9 @@ from pathlib import Path
 from textwrap import indent
 
 if __name__ == "__main__":
-    sys.path[:0] = map(str, Path(__file__).resolve().parents[1:3])
+    TESTS, TOP = Path(__file__).resolve().parents[1:3]
+    sys.path[:0] = map(str, (
+        TESTS, TOP, TOP / "rankcheck/src", TOP / "rankcheck/tests"))
 
 import cluster
 from conftest import CLONE_PATH, MPICH, all_processes, edit
@@ -38,6 +40,7 @@ from backstage import ROOT
 from rankcheck.engine.ranks import free_port
 from rankcheck.system.hook import HOOK
 from rankcheck.why.evidence import collect
+from rankcheck_testing.isolation import OWNER
 from workshop.jobs.mpirun import OPEN_MPI
 from workshop.stages import STAGES, batch_files
 
@@ -171,7 +174,8 @@ def plant(name, fault, mark):
 
 def environment(**more):
     return {**{name: value for name, value in os.environ.items()
-               if not name.startswith("WORKSHOP_")}, **OPEN_MPI,
+               if not name.startswith("WORKSHOP_") and name != OWNER},
+            **OPEN_MPI,
             "PYTHONPATH": f"{CLONE_PATH}:{HOOK}", "OMP_NUM_THREADS": "1",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # as activate.sh
             "PYTHONUNBUFFERED": "1", **more}

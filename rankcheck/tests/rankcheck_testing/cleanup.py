@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rankcheck.system import proc
-from workshop import SOURCES
 
+# Where Python finds rankcheck. The script begins without the user's variables.
+SOURCE_PATH = str(Path(__file__).resolve().parents[2] / "src")
 KEPT = "kept"  # a file in the folder: a test has failed, let it be looked at
 PLACES = "PWD=", "OLDPWD="  # where a shell is, and was
 PATIENCE = 30  # seconds in which killed processes have to be gone
@@ -86,7 +87,7 @@ def watch(pid: int, folder: str) -> None:
         return
     subprocess.Popen(
         [sys.executable, __file__, str(pid), str(ticks), folder],
-        env={"PYTHONPATH": os.pathsep.join(SOURCES)},
+        env={"PYTHONPATH": SOURCE_PATH},
         cwd="/", start_new_session=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
