@@ -1,11 +1,11 @@
 """Ranks that are idle hang only if that is proven; else verify waits."""
 
 import pytest
-from conftest import edit
-from verify_cases import read
 
 from rankcheck.system.errors import NotCompared, UserError
 from rankcheck.verification import command
+from rankcheck_testing.support import edit
+from rankcheck_testing.verify_cases import read
 
 FIRST = "for epoch in"  # before it, a rank may wait
 

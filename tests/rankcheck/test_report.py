@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import edit
-from verify_cases import read
 
 import rankcheck
 from rankcheck.engine.findings import Finding, Proof, Report, fail, ok, warn
@@ -17,6 +15,8 @@ from rankcheck.record.recorder import is_own
 from rankcheck.system.errors import InternalError
 from rankcheck.verification import command, questions
 from rankcheck.verification.questions import REQUIRED, missing
+from rankcheck_testing.support import edit
+from rankcheck_testing.verify_cases import read
 
 SCRIPT = Path("train.py")
 UNCOMPARED = ("nothing was compared with a single process",)

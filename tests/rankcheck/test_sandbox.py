@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from conftest import CLONE_PATH, edit
 from stages import number_of
-from verify_cases import read
 
 from rankcheck.engine import sandbox
 from rankcheck.engine.ranks import launch
 from rankcheck.system.errors import UserError
 from rankcheck.verification.command import verify
+from rankcheck_testing.verify_cases import read
 from workshop.check.command import check
 from workshop.stages import STAGES
 

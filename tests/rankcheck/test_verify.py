@@ -13,30 +13,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import edit, link_package, needs
-from verify_cases import CASES, outcome, problem, read
 
 import rankcheck
-from backstage import ROOT
 from rankcheck.system.errors import UserError
 from rankcheck.verification import program
 from rankcheck.verification.command import verify
-
-NEEDS = {"HF Trainer": ("transformers", "accelerate")}
-
+from rankcheck_testing.support import HOUSE, edit, link_package, needs
+from rankcheck_testing.verify_cases import (
+    CASES,
+    find_needs,
+    make_params,
+    outcome,
+    problem,
+    read,
+)
 
 AT_ONCE = {  # by `pytest` alone: one of each kind of question
-    "DDP: right", "by hand: summed",
-    "FSDP2: right", "starter: no optimizer"}
+    "DDP: right", "by hand: summed", "FSDP2: right"}
 
 
-@pytest.mark.parametrize("case", [
-    pytest.param(case, id=case.name,
-                 marks=() if case.name in AT_ONCE else pytest.mark.whole
-                 if "whole" in case.marks else pytest.mark.table)
-    for case in CASES])
+@pytest.mark.parametrize("case", make_params(CASES, AT_ONCE))
 def test_a_script(case, tmp_path):
-    needs(*NEEDS.get(case.group, ()))
+    needs(*find_needs(case))
     found = outcome(case, tmp_path)
     assert not problem(case, found), found.out
 
@@ -131,7 +129,6 @@ def test_an_error_in_another_file_names_it(tmp_path, monkeypatch, capsys):
 
 COURSE = re.compile(r"workshop|lesson|stage|course|activate\.sh|GPT-?2|"
                     "backstage|notebook", re.IGNORECASE)
-HOUSE = ROOT / "rankcheck"
 README = (HOUSE / "README.md").read_text()
 
 

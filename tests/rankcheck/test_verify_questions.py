@@ -24,8 +24,6 @@ from torch.nn import SyncBatchNorm, functional
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad
 from torch.utils.data import DataLoader, IterableDataset
-from verify_cases import CASES as SCRIPTS
-from verify_cases import outcome
 
 from rankcheck.engine.questions import Question
 from rankcheck.engine.ranks import Rank
@@ -44,6 +42,8 @@ from rankcheck.verification import command, questions
 from rankcheck.verification.comparison import Comparison, find_skips
 from rankcheck.verification.questions import QUESTIONS
 from rankcheck.verification.runs import Runs
+from rankcheck_testing.verify_cases import CASES as SCRIPTS
+from rankcheck_testing.verify_cases import outcome
 
 RIGHT, MORE, AVERAGED = (
     "DDP: right", "DDP: minibatch multiplied", "local SGD: right")

@@ -3,10 +3,10 @@
     pytest --tables tests/workshop/test_check.py  all of them, in an hour
     pytest --tables tests/workshop/test_check.py -k "ddp:"  those of a stage
 
-They stand in check/STAGE, see planted.py. A wrong script has to get one
-diagnosis, whose first line holds the given words; a right one passes, with
-these words in its warning, or in what to do about it, if there are any. To
-extend the table, add a file.
+They stand in check/STAGE, see rankcheck_testing/planted.py. A wrong script
+has to get one diagnosis, whose first line holds the given words; a right one
+passes, with these words in its warning, or in what to do about it, if there
+are any. To extend the table, add a file.
 Slips of one line are not here but in mutants.py, which makes them itself.
 """
 
@@ -16,11 +16,12 @@ import tempfile
 from pathlib import Path
 
 from conftest import all_processes
-from planted import load_all
 
+from backstage import ROOT
 from rankcheck.engine.scratch import PREFIX
+from rankcheck_testing.planted import load_all
 
-CASES = load_all("check")
+CASES = load_all(Path(__file__).with_name("check"), ROOT)
 
 
 def outcome(stage, text):

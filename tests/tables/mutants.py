@@ -43,11 +43,11 @@ if __name__ == "__main__":
 
 import why_cases
 from check_cases import left_by, left_in, outcome
-from planted import HERE
 
 from rankcheck.engine.scratch import PREFIX
 from workshop.diff.diff import differences, load_lesson
 
+HERE = Path(__file__).resolve().parent
 # What is taken for one another: a word, an operator, or what a string says.
 NEIGHBOURS = [group.split() for group in (
     "rank local_rank", "rank dp_rank", "rank world_size", "dp_rank dp_size",

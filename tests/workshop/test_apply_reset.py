@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from conftest import copy_desk, edit, python, workshop
-from planted import load
 
 from backstage import ROOT
+from rankcheck_testing.planted import load
 from workshop.diff import documents
 
 TITLES = [change.title for change in documents.load("ddp")]
@@ -389,7 +389,8 @@ def test_apply_all_keeps_what_the_check_has_found_right(repo):
     workshop(repo, "apply", "ddp", "8")
     assert script(repo).read_bytes() == solution(repo, "ddp")
 
-    half = load(ROOT / "tests/tables/check/ddp/backward-alone-in-no_sync.diff")
+    half = load(ROOT / "tests/tables/check/ddp/backward-alone-in-no_sync.diff",
+                ROOT)
     script(repo).write_text(half.script())
     assert "warn" in workshop(repo, "check", "ddp", "10")
     assert f"1 of {N} changes left" in workshop(repo, "diff", "ddp")

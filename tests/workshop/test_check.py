@@ -14,7 +14,6 @@ import pytest
 from check_cases import CASES, left_by, left_in, outcome, problem
 from cluster import wait_for
 from conftest import CLONE_PATH, needs, program, python
-from planted import load_all
 from shells import mount as mount  # a fixture
 from stages import edited, number_of
 
@@ -25,6 +24,7 @@ from rankcheck.engine.hang_detector import Budget
 from rankcheck.engine.trial import Trial, watch
 from rankcheck.engine.workspace import Workspace
 from rankcheck.system.errors import UserError
+from rankcheck_testing.planted import load_all
 from workshop.check import plan
 from workshop.check.command import check
 from workshop.check.questions import ask
@@ -40,9 +40,10 @@ IN_SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4",
            "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
 
 
-@pytest.mark.parametrize("table", ["check", "verify"])
+@pytest.mark.parametrize("table", ["check", "starter"])
 def test_the_places_of_the_changes_are_there(table):
-    assert all(case.script() for case in load_all(table))
+    cases = load_all(ROOT / "tests" / "tables" / table, ROOT)
+    assert cases and all(case.script() for case in cases)
 
 
 @pytest.mark.whole

@@ -1,0 +1,165 @@
+"""Scripts in 65 styles for `verify`, each right, and each with mistakes.
+
+    pytest --tables tests/rankcheck/test_verify.py  all of them, in minutes
+    pytest --tables tests/rankcheck/test_verify.py -k "FSDP"  those so called
+
+They stand in tables/verify/STYLE, see planted.py; the right one of a style is
+given by its difference from another style's. A right script must not be
+refused, and of a mistake the answer has to hold the given words, which it must
+not hold of the right one. The warnings about a right script are listed in its
+first line, each as "warn  " and its first words: another one is false, and
+fails. Other words of the first line: `uncompared`, of a right script, for
+which status 2 is right, as nothing can be compared with one process;
+`resumed`, the script is resumed, too; `whole`, one of each kind, which the
+suite has. To extend the table, add a file.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankcheck.engine.findings import Report
+from rankcheck_testing.planted import Planted, load, load_all
+from rankcheck_testing.support import HOUSE
+
+TABLES = HOUSE.parent / "tests" / "tables"
+CASES = load_all(TABLES / "verify", TABLES)
+WARNING = "warn  "
+
+
+@dataclass(frozen=True)
+class Style:
+    """How the scripts of a style are run.
+
+    Attributes:
+        resume: the flags of a resumed run, of a script that is `resumed`.
+        needs: packages, besides those that the script itself imports.
+    """
+
+    flags: tuple[str, ...] = ()
+    steps: int = 4
+    resume: str = ""
+    needs: tuple[str, ...] = ()
+
+
+HF_TRAINER = Style(flags=("run-{run}",), resume="resume",
+                   needs=("accelerate",))
+STYLES = {
+    "rank as a flag": Style(flags=("{rank}", "{32/n}")),
+    "HF Trainer": HF_TRAINER, "HF Trainer no seed": HF_TRAINER,
+    "minGPT": Style(flags=("snapshot-{run}.pt",)),
+    "many updates": Style(steps=60)}
+PLAIN = Style()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What verify says of a script, and all that it prints."""
+
+    report: Report
+    out: str
+
+
+def read(name: str) -> str:
+    """Return a script that others are made of."""
+    return (TABLES / "foreign" / f"{name}.py").read_text()
+
+
+def make_params(cases: Sequence[Planted], at_once: Collection[str]
+                ) -> list[Any]:
+    """Return a test's parameters.
+
+    Args:
+        at_once: the names of those that `pytest` alone runs, too.
+    """
+    params = []
+    for case in cases:
+        marks = [pytest.mark.table]
+        if case.name in at_once:
+            marks = []
+        elif "whole" in case.marks:
+            marks = [pytest.mark.whole]
+        params.append(pytest.param(case, id=case.name, marks=marks))
+    return params
+
+
+def find_needs(case: Planted) -> set[str]:
+    """Return the packages that a script needs, besides torch."""
+    found = {*STYLES.get(case.group, PLAIN).needs}
+    for node in ast.walk(ast.parse(case.script())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found - sys.stdlib_module_names - {"torch"}
+
+
+def outcome(case: Planted, folder: Path, style: Style | None = None
+            ) -> Outcome:
+    """Verify a script of the table in an empty folder."""
+    from rankcheck.verification.command import verify
+
+    style = style or STYLES.get(case.group, PLAIN)
+    script = Path(folder, "their_train.py")
+    text = case.script()
+    script.write_text(text)
+    with (pytest.MonkeyPatch.context() as patch,
+          contextlib.redirect_stdout(io.StringIO()) as out):
+        patch.chdir(folder)
+        report = verify(
+            [str(script), *style.flags], 2, style.steps,
+            style.resume if "resumed" in case.marks else None)
+    assert script.read_text() == text
+    left = os.listdir(folder)
+    assert not case.right or left == [script.name], left
+    return Outcome(report, out.getvalue())
+
+
+def problem(case: Planted, found: Outcome) -> str:
+    """Say what is not as the case says; "" where all is."""
+    report, out = found.report, found.out
+    if report.internal_errors:
+        return f"rankcheck failed: {report.internal_errors[0]}"
+    if case.right and report.failures:
+        return f"refused: {report.failures[0].text}"
+    right = 2 if "uncompared" in case.marks else 0
+    if case.right and report.status != right:
+        return f"status {report.status}, not {right}: {report.error}"
+    if not case.right and report.status != 1 and "FAIL" in case.says[0]:
+        return f"status {report.status}"
+    if case.right and (false := false_warnings(case, report)):
+        return f"a false warning: {false[0]}"
+    missing = [words for words in case.says if words not in out]
+    if missing:
+        return f"not named: {missing[0]}"
+    if case.right:
+        return find_mistake(case, out)
+    return ""
+
+
+def find_mistake(case: Planted, out: str) -> str:
+    """Say which mistake of its style is named of a right script."""
+    for path in case.path.parent.glob("*.diff"):
+        other = load(path, case.top)
+        both_resumed = ("resumed" in case.marks) == ("resumed" in other.marks)
+        if not other.right and both_resumed and other.says[0] in out:
+            return f"named though it is right: {other.says[0]}"
+    return ""
+
+
+def false_warnings(case: Planted, report: Report) -> list[str]:
+    """Return the warnings about a right script that it does not list."""
+    expected = tuple(words.removeprefix(WARNING) for words in case.says
+                     if words.startswith(WARNING))
+    return [finding.text for finding in report.warnings
+            if not (expected and finding.text.startswith(expected))]
