@@ -3,15 +3,12 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from cluster import wait_for
-from conftest import CLONE_PATH, program
 
 from rankcheck.engine import ranks
+from rankcheck_testing.support import program, wait_for
 
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
 
@@ -47,18 +44,6 @@ def test_a_stopped_process_is_not_asleep(tmp_path):
             os.kill(pid, signal.SIGCONT)
     finally:
         launch.clear()
-
-
-def test_a_rank_whose_proxy_is_gone_says_nothing(tmp_path):
-    """As mpirun ends them all after one that failed."""
-    rank = subprocess.Popen(
-        [sys.executable, "-c", "from workshop.jobs import mpirun_proxy\n"
-         "mpirun_proxy.meet('door')"], stderr=subprocess.PIPE, cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": CLONE_PATH})
-    with socket.socket(socket.AF_UNIX) as proxy:
-        wait_for(lambda: not proxy.connect_ex(f"{tmp_path}/door"), 60)
-    assert rank.communicate() == (None, b"")
-    assert rank.returncode == -signal.SIGKILL
 
 
 def test_temporary_files_are_where_its_environment_says(tmp_path):

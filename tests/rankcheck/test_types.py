@@ -4,9 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import needs
 
-from backstage import ROOT
+from rankcheck_testing.support import HOUSE, needs
 
 
 @pytest.mark.whole
@@ -16,6 +15,6 @@ def test_mypy_finds_nothing(tmp_path):
     needs("mypy")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--cache-dir", tmp_path],
-        cwd=ROOT / "rankcheck", capture_output=True, text=True)
+        cwd=HOUSE, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Success: no issues found" in done.stdout

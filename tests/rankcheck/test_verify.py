@@ -137,6 +137,7 @@ def stranger(tmp_path_factory):
     """A function that runs a command where torch, pytest and the wheel are
     installed, and nothing else: its status, what it prints, its errors.
     """
+    needs("pip", "setuptools")
     top = tmp_path_factory.mktemp("theirs")
     before = {*HOUSE.rglob("*")}
     subprocess.run(

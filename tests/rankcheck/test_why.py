@@ -1,7 +1,6 @@
 """`why`: faults in scripts that are not ours, each named; no false alarm."""
 
 import builtins
-import functools
 import json
 import os
 import pickle
@@ -12,18 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch.distributed  # noqa: F401 the witness looks there
-import why_cases
-from cluster import wait_for
-from conftest import CLONE_PATH, edit, needs, program, python
 
-from backstage import ROOT
-from notebooks.experiments import hangs
-from rankcheck.engine.ranks import Launch, free_port
+from rankcheck.engine.ranks import free_port
 from rankcheck.system import launchers, proc
 from rankcheck.system.errors import UserError
 from rankcheck.system.hook import HOOK
@@ -34,114 +27,50 @@ from rankcheck.why.judge import RULES, find_last, judge
 from rankcheck.why.ranks import Rank
 from rankcheck.why.seen import describe
 from rankcheck.why.witness import MARK
-from workshop import why as speed
+from rankcheck_testing.evidence import (
+    Said,
+    answer,
+    check_end,
+    join_alone,
+    read_ranks,
+    read_said,
+    run_watched,
+)
+from rankcheck_testing.support import (
+    HOUSE,
+    SOURCE_PATH,
+    needs,
+    program,
+    python,
+    wait_for,
+)
+
+JOBS = read_said()
 
 
-def answer(folder):
-    return judge(collect(folder), lambda: collect(folder))
-
-
-EVIDENCE = Path(__file__).with_name("why_evidence")
-JOBS = [  # its name, the fault, who is to blame, words of the answer
-    [cell.strip() for cell in row.split("|")[1:-1]] for row in (
-        EVIDENCE / "said.md").read_text().splitlines() if row[:1] == "|"
-    ][2:]
-
-
-@pytest.mark.parametrize(("job", "fault", "blamed", "words"), JOBS)
+@pytest.mark.parametrize(
+    ("job", "fault", "blamed", "words"),
+    [(job, said.fault, said.blamed, said.words) for job, said in JOBS.items()])
 def test_what_is_said_of_a_job(job, fault, blamed, words):
-    """From the records that its ranks wrote; see why_cases.py."""
-    text = (EVIDENCE / f"{job}.jsonl").read_text()
-    ranks = [Rank(*json.loads(line)) for line in text.splitlines()]
+    """From the records that its ranks wrote; see evidence.py."""
+    ranks = read_ranks(job)
     found = judge(ranks, lambda: ranks)
-    check(found, fault, blamed, words)
+    Said(fault, blamed, words).check(found)
     assert found.verdict == ("FAIL" if fault else "ok")
 
 
-def check(found, fault, blamed, words):
-    assert (found.kind, ", ".join(
-        str(rank.rank) for rank in found.ranks)) == (
-        fault, blamed), found.text
-    assert words in found.text
-
-
-NAMED = {int(name[-1]): said for name, *said in JOBS if "fault-" in name}
-
-
 @pytest.mark.whole
-@pytest.mark.parametrize("number", NAMED)
-def test_the_faults_of_the_lesson(number, tmp_path):
-    """Each is named within a minute of the first sign, and not otherwise."""
-    if number == hangs.MPI:
-        needs("mpirun", "mpi4py")
-    folder = tmp_path / "why"
-    job = hangs.start(number, tmp_path, folder)
-    try:
-        if number in (4, 8):  # those that end
-            job.wait(240)
-        wait_for(lambda: folder.exists() and collect(folder) and answer(
-            folder).kind, 240)
-        found = answer(folder)
-    finally:
-        job.clear()
-    check(found, *NAMED[number])
-    if number in (1, 2, 3, 7, 9):
-        assert " of their_" in found.text
-
-
-@pytest.mark.table
-@pytest.mark.parametrize(("stage", "launcher", "fault", "others"), [
-    pytest.param(*how, id=name) for name, how in why_cases.cases()])
-def test_a_job_of_the_table(
-        stage, launcher, fault, others, tmp_path, request):
-    job = (why_cases.Plain(tmp_path) if launcher != "srun" else
-           why_cases.Job(tmp_path, request.getfixturevalue("slurm")))
-    seen = why_cases.try_out(job, stage, launcher, fault, others)
-    if seen:
-        pytest.xfail(f"not proven, but reported as it is seen: {seen}")
-
-
-@pytest.mark.whole
-def test_what_every_site_has_prints_what_the_lesson_shows(tmp_path):
-    cells = json.loads((ROOT / "notebooks" / "hangs.ipynb").read_text())
-    text, = ("".join(cell["source"]) for cell in cells["cells"]
-             if cell["id"] == "hangs-every-site")
-    script, = re.findall("```python\n(.*?)```", text, re.S)
-    (tmp_path / "lost.py").write_text(edit(script, (
-        # which reads this variable when it is loaded: here, long before
-        "as dist\n", "as dist; dist.set_debug_level_from_env()\n")))
-    blocks = re.findall("```text\n(.*?)```", text, re.S)
-    env = os.environ | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
-    for line, shown in re.findall(
-            r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", "".join(blocks).replace(
-                "\\\n    ", ""), re.M):
-        fault = line.split()[-1]
-        if fault in ("other", "late"):  # torchrun adds nothing to them
-            job = Launch(tmp_path / "lost.py", fault, world_size=2, env=env)
-            said = (look_at_ranks(job) if fault == "late" else
-                    "".join(rank.err for rank in job.wait()))
-        elif "py-spy" not in line:  # that has looked at both already
-            said = subprocess.run(
-                ["bash", "-c", line], cwd=tmp_path, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
-        for words in shown.splitlines():
-            assert re.search(".*".join(map(
-                re.escape, words.split("..."))), said), (words, said)
-
-
-def look_at_ranks(job):
-    """What py-spy says of them, once one waits for the one that is late."""
-    try:
-        for _ in range(240):
-            said = "".join(subprocess.run(
-                ["py-spy", "dump", "--pid", str(rank.pid)], text=True,
-                capture_output=True).stdout for rank in job.jobs)
-            if "main (lost.py:18)" in said and "main (lost.py:19)" in said:
-                return said
-            time.sleep(0.5)
-        raise AssertionError(said)
-    finally:
-        job.clear()
+def test_records_of_a_job_are_kept(tmp_path):
+    """By the program evidence.py: without this machine's names."""
+    run_watched(tmp_path, "1 / 0", RANK="0", WORLD_SIZE="1")
+    kept = tmp_path / "kept.jsonl"
+    end = python(tmp_path, HOUSE / "tests/rankcheck_testing/evidence.py",
+                 "why", kept)
+    assert not end.returncode, end.stderr
+    rank, = (Rank(*json.loads(line)) for line in kept.open())
+    found = judge([rank])
+    assert "ZeroDivisionError" in found.text
+    assert rank.host == "node1" and str(tmp_path) not in kept.read_text()
 
 
 @pytest.mark.parametrize("times, share", [
@@ -159,51 +88,9 @@ def test_nobody_waits_for_more_than_all_the_time(times, share):
     (["x.py", 3, "read"], "straggler")])
 def test_who_is_late_because_it_waits(looks, fault):
     """Itself, as the first stage of a pipeline does, is no straggler."""
-    ranks = [json.loads(line) for line in (
-        EVIDENCE / "fault-7.jsonl").read_text().splitlines()]
-    ranks[3][0]["looks"] = [[20, [["x.py", 1, "main"]]], [20, [
-        ["x.py", 2, "main"], looks]]]
-    assert judge([Rank(*rank) for rank in ranks]).kind == fault
-
-
-@pytest.mark.whole
-def test_a_sound_run_is_no_alarm(tmp_path, capsys, monkeypatch):
-    """Unless somebody stops its processes, as Ctrl-Z does."""
-    folder = tmp_path / "why"
-    job = Launch(hangs.SCRIPT, "--pause", 1, world_size=3, probes=[
-        functools.partial(hangs.prepare, folder, {})])
-    try:
-        wait_for(lambda: folder.exists() and [
-            len(rank.calls or ()) > 8 for rank in collect(folder)
-            ] == [True] * 3, 240)
-        assert answer(folder).kind == ""
-        (tmp_path / "hyperparameters.json").write_bytes((
-            ROOT / "example-logs/ddp-2/hyperparameters.json").read_bytes())
-        assert speed.main(Namespace(job=str(folder))) == 0
-        said = capsys.readouterr().out
-        assert "\n  world size 2: 1 node x 2 " in said  # the run's own line
-        assert said.startswith("no fault is proven: no rank has stood still")
-        assert re.search(r"where the time of rank 0 goes, of 40 looks.*\d%  "
-                         r"line \d+ of their_train.py: time.sleep\(args.pause",
-                         said, re.DOTALL)
-        for rank in job.jobs:
-            os.kill(rank.pid, signal.SIGSTOP)
-        monkeypatch.setattr(evidence, "ANSWER", 1)
-        assert speed.main(Namespace(job=str(folder))) == 1
-        assert capsys.readouterr().out.startswith(
-            "a stopped process: ranks 0, 1, 2 are stopped: ")
-    finally:
-        job.clear()
-
-
-def run_watched(folder, text, *words, **variables):
-    """Run this as a rank, with the hook; its status, and what it leaves."""
-    script = program(folder / "script.py", text)
-    hook = f"{HOOK}:{CLONE_PATH}"
-    end = python(folder, *words, script, PYTHONPATH=hook, **{
-        "RANKCHECK_WHY": "why", **variables})
-    return end.returncode, [json.loads(file.read_text()) for file in
-                            (folder / "why").glob("*.json")]
+    ranks = read_ranks("fault-7", changed=3, looks=[
+        [20, [["x.py", 1, "main"]]], [20, [["x.py", 2, "main"], looks]]])
+    assert judge(ranks).kind == fault
 
 
 WATCHED = """\
@@ -350,8 +237,8 @@ def test_a_process_in_a_container():
 
 
 @pytest.mark.parametrize("start", [
-    f"PYTHONPATH={HOOK}:{CLONE_PATH} RANKCHECK_WHY=$PWD/why-$$ exec",
-    f"PYTHONPATH={CLONE_PATH} RANKCHECK_WHY=$PWD/why-mine exec "
+    f"PYTHONPATH={HOOK}:{SOURCE_PATH} RANKCHECK_WHY=$PWD/why-$$ exec",
+    f"PYTHONPATH={SOURCE_PATH} RANKCHECK_WHY=$PWD/why-mine exec "
     f"{sys.executable} -m rankcheck why run --"])
 def test_a_process_that_is_no_rank(start, tmp_path):
     """As `why run -- python train.py` starts it: what it starts may be."""
@@ -516,7 +403,7 @@ dist.barrier()
 print(read_record(True)[-1]["line"][1:])
 print("torch._inductor" in sys.modules, torch._inductor.__name__)
 """)
-    ended = python(tmp_path, script, PYTHONPATH=CLONE_PATH,
+    ended = python(tmp_path, script, PYTHONPATH=SOURCE_PATH,
                    TORCH_FR_BUFFER_SIZE="9")
     assert ended.stdout == (
         f"[9, '<module>']\n{imports} torch._inductor\n"), ended.stderr
@@ -639,10 +526,6 @@ def test_without_a_home_no_folder_is_called_so(home, monkeypatch):
     assert start.find_starts().is_absolute()
 
 
-JOIN = ("import torch.distributed as dist\ndist.init_process_group('gloo', "
-        f"'tcp://127.0.0.1:{free_port()}', rank=0, world_size=1)\n")
-
-
 @pytest.mark.whole
 @pytest.mark.parametrize(("last", "status", "error"), [
     ("", 0, None), ("1 / 0", 1, "ZeroDivisionError"),
@@ -656,28 +539,15 @@ JOIN = ("import torch.distributed as dist\ndist.init_process_group('gloo', "
      "    raise ValueError('bad') from error", 1, "ZeroDivisionError"),
     ("try:\n    1 / 0\nfinally:\n    int('x')", 1, "ZeroDivisionError"),
     # as rich's traceback does
-    ("sys.excepthook = lambda *_: None\n1 / 0", 1, "ZeroDivisionError"),
-    ("run_main(lambda: 1 / 0)", 1, "ZeroDivisionError"),
-    # in a group, the course's stages leave without exit handlers
-    (JOIN + "run_main(lambda: 1 / 0)", 1, "ZeroDivisionError"),
-    (JOIN + "run_main(lambda: None)", 0, None)])
+    ("sys.excepthook = lambda *_: None\n1 / 0", 1, "ZeroDivisionError")])
 def test_how_a_script_of_others_ends(last, status, error, tmp_path):
-    end, (record,) = run_watched(
-        tmp_path, "import os, sys, colorsys\nfrom backstage.errors import "
-        f"run_main\nos.chdir('/')\n{last}\n", RANK="0", WORLD_SIZE="2")
-    assert record["ended"]["status"] == status
-    assert status is None or end == status
-    assert record["ended"].get("error") == error
-    if error:  # where it was, and what it said
-        line = Sources(None).find_line(record["ended"]["stack"])
-        assert line[0].endswith("script.py")
-        assert "zero" in record["ended"]["message"]
+    check_end(tmp_path, last, status, error)
 
 
 @pytest.mark.whole
 def test_a_rank_of_a_start_that_is_seen_once_it_has_joined(tmp_path):
     """As mp.spawn's may be: it is of the same start as those seen earlier."""
-    _, (record,) = run_watched(tmp_path, JOIN)
+    record, = run_watched(tmp_path, join_alone()).records
     assert record["joined"] and {*record["start"]} == {None}
 
 
@@ -689,11 +559,11 @@ def test_what_a_rank_starts_is_not_watched(tmp_path):
              "    subprocess.run([sys.executable, __file__, 'again'])\n"
              "    os.execv(sys.executable, ['x', __file__, 'new'])\n"
              "import colorsys\nif sys.argv[1] == 'new':\n    1 / 0\n")
-    _, (record,) = run_watched(tmp_path, again, RANK="0", WORLD_SIZE="2")
+    record, = run_watched(
+        tmp_path, again, RANK="0", WORLD_SIZE="2").records
     assert record["ended"]["error"] == "ZeroDivisionError"
     (tmp_path / "launcher").mkdir()
-    _, found = run_watched(tmp_path / "launcher", again)
-    assert not found
+    assert not run_watched(tmp_path / "launcher", again).records
 
 
 @pytest.mark.parametrize(("others", "chosen"), [
@@ -770,7 +640,7 @@ if __name__ == "__main__":
              "--nproc-per-node=2"] * (launcher == "torchrun")
     folder = tmp_path / "why"
     python(tmp_path, *start, script, RANKCHECK_WHY=str(folder),
-           PYTHONPATH=f"{HOOK}:{CLONE_PATH}")
+           PYTHONPATH=f"{HOOK}:{SOURCE_PATH}")
     found = answer(folder)
     assert (found.kind, words in found.text) == (fault, True), found.text
 
@@ -779,7 +649,6 @@ if __name__ == "__main__":
     ("python -m torch.distributed.run train.py", True),
     ("python -m torch.distributed.launch train.py", True),
     ("/opt/bin/python /opt/bin/torchrun --nproc-per-node 4 train.py", True),
-    ("python -m workshop.as_torchrun train.py", False),
     ("python /opt/bin/accelerate launch train.py", True),
     ("python -m accelerate.commands.launch train.py", True),
     ("python -um torch.distributed.run train.py", True),
@@ -800,11 +669,11 @@ def test_the_agent_of_torchrun_is_no_rank(command, is_launcher):
 
 
 def test_a_launcher_leaves_as_any_script_does(tmp_path):
-    """Also a script that has a launcher's name calls backstage's `leave`."""
+    """Also a script that has a launcher's name calls the hook's `leave`."""
     script = program(tmp_path / "torchrun", "import sys\n"
                      "sys.modules['rankcheck_witness'].leave(3)")
     ended = python(tmp_path, script, RANKCHECK_WHY="why",
-                   PYTHONPATH=f"{HOOK}:{CLONE_PATH}")
+                   PYTHONPATH=f"{HOOK}:{SOURCE_PATH}")
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
@@ -904,14 +773,6 @@ def find_callee_in(thread, function):
     return frame and find_callee(frame)
 
 
-def read_ranks(job, **changes):
-    """The ranks of a stored job; changes: of the record of the first."""
-    records = [json.loads(line) for line in (
-        EVIDENCE / f"{job}.jsonl").read_text().splitlines()]
-    records[0][0].update(changes)
-    return [Rank(*record) for record in records]
-
-
 def test_a_deadlock_takes_two_looks():
     """That agree; and no other thread may come to what others wait for."""
     ranks = read_ranks("three_groups")
@@ -992,7 +853,7 @@ def test_errors_inside_of_a_group():
 def test_mpi_calls_are_recorded(tmp_path):
     """Of COMM_WORLD, and of what is made of it; objects have any shape."""
     needs("mpirun", "mpi4py")
-    _, (record,) = run_watched(tmp_path, """\
+    end = run_watched(tmp_path, """\
 import numpy as np
 from mpi4py import MPI
 comm = MPI.COMM_WORLD
@@ -1005,6 +866,7 @@ copy.Create_cart([1]).Sub([True]).Barrier()
 copy.Create_graph([1], [0]).Barrier()
 copy.Dup().Barrier()
 """, RANK="0", WORLD_SIZE="2")
+    record, = end.records
     assert [(call["name"], call["number"], call["call"], call["sizes"],
              call["line"][1], call["waits"], call["root"])
             for call in record["calls"]] == [
@@ -1032,7 +894,7 @@ def test_sigterm_leaves_a_stack(tmp_path):
     """Of the rank, and not of what it forks. A handler of the script's own is
     called, and nothing else.
     """
-    end, _ = run_watched(tmp_path, """\
+    end = run_watched(tmp_path, """\
 import os, signal
 for handled in False, True:
     if handled:
@@ -1046,33 +908,34 @@ signal.signal(signal.SIGTERM, signal.SIG_DFL)
 import faulthandler
 """, RANK="0", WORLD_SIZE="2")
     stack, = (tmp_path / "why").glob("*.stack")
-    assert (end, stack.read_text()) == (0, "")
-    end, _ = run_watched(
+    assert (end.status, stack.read_text()) == (0, "")
+    end = run_watched(
         tmp_path, "import os\nos.kill(os.getpid(), 15)\n", RANK="0",
         WORLD_SIZE="2")
-    assert end == -15 and "line 2 in <module>" in "".join(
+    assert end.status == -15 and "line 2 in <module>" in "".join(
         file.read_text() for file in (tmp_path / "why").glob("*.stack"))
 
 
 def test_no_place_is_in_the_hook(tmp_path):
     """How a rank ends is written by the hook, in the rank's main thread."""
     program(tmp_path / "torch.py", "")
-    _, (record,) = run_watched(
+    record, = run_watched(
         tmp_path, "import sys, time, torch\ntime.sleep(2)\nsys.exit(2)\n",
-        RANK="0", WORLD_SIZE="2")
+        RANK="0", WORLD_SIZE="2").records
     assert (record["answers"], record["stack"]) == (True, [])
 
 
 def test_an_end_is_written_where_no_file_can_be_opened(tmp_path):
     """Its room is reserved from the start."""
-    end, (record,) = run_watched(tmp_path, """\
+    end = run_watched(tmp_path, """\
 import os, resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
 kept = []
 while True:
     kept.append(open(os.devnull))
 """, RANK="0", WORLD_SIZE="2")
-    assert (end, record["ended"]) == (1, None)
+    record, = end.records
+    assert (end.status, record["ended"]) == (1, None)
     ended, = (tmp_path / "why").glob("*.end")
     assert "Too many open files" in ended.read_text()
     assert "line 5 of script.py" in answer(tmp_path / "why").text
@@ -1080,7 +943,7 @@ while True:
 
 def test_files_of_a_script_that_has_closed_ours_stay(tmp_path):
     """Nothing is written into them or cut off, at a fork or at the end."""
-    end, _ = run_watched(tmp_path, """\
+    end = run_watched(tmp_path, """\
 import os
 os.closerange(3, 1000)
 files = [open(f"mine{number}", "wb", 0) for number in range(8)]
@@ -1091,14 +954,14 @@ for text in b"one ", b"two":
         os.wait()
         break
 """, RANK="0", WORLD_SIZE="2")
-    assert end == 0
+    assert end.status == 0
     assert {file.read_bytes() for file in tmp_path.glob("mine*")} == {
         b"one two"}
 
 
 def test_a_start_without_a_rank(tmp_path):
     """`why` alone speaks of it, and of what its launcher has printed."""
-    home = {"HOME": str(tmp_path), "PYTHONPATH": CLONE_PATH}
+    home = {"HOME": str(tmp_path), "PYTHONPATH": SOURCE_PATH}
     log = tmp_path / "log"
     with log.open("w") as file:
         subprocess.run(
@@ -1152,7 +1015,7 @@ def test_the_page_has_a_row_for_each_fault():
     """In the rules' own words."""
     table = "".join(f"| {sign} | {fault}: {find.__doc__} | {advice} |\n"
                     for sign, fault, advice, find in RULES)
-    assert table in (ROOT / "rankcheck/docs/why.md").read_text(), table
+    assert table in (HOUSE / "docs/why.md").read_text(), table
 
 
 def test_what_is_compiled_is_not_the_scripts_line():

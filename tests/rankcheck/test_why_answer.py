@@ -6,27 +6,19 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from cluster import wait_for
-from conftest import CLONE_PATH, program
 
-from backstage import ROOT
 from rankcheck.system import proc
 from rankcheck.system.hook import HOOK
 from rankcheck.why import answer, evidence, hang, witness
 from rankcheck.why.ranks import Rank
+from rankcheck_testing.evidence import FOLDER, read_ranks
+from rankcheck_testing.support import HOUSE, SOURCE_PATH, program, wait_for
 
-EVIDENCE = Path(__file__).with_name("why_evidence")
 FIELDS = {"schema", "status", "error", "folder", "command", "kind", "verdict",
           "text", "advice", "blamed", "world_size", "missing", "ranks",
           "other_jobs", "slurm", "candidates"}
-
-
-def read_ranks(name):
-    lines = (EVIDENCE / f"{name}.jsonl").read_text().splitlines()
-    return [Rank(*json.loads(line)) for line in lines]
 
 
 def make_rank(number, line=8, still=30.0, **changes):
@@ -83,7 +75,7 @@ def test_stacks_of_equal_ranks_are_printed_once():
 
 
 @pytest.mark.parametrize("name", sorted(
-    path.stem for path in EVIDENCE.glob("*.jsonl")))
+    path.stem for path in FOLDER.glob("*.jsonl")))
 def test_every_answer_is_json(name):
     """All that JSON cannot hold is null, in every kind of end."""
     found = answer.to_json(answer.answer(read_ranks(name)), stacks=True)
@@ -95,7 +87,7 @@ def test_every_answer_is_json(name):
 
 
 def test_the_page_names_all_fields():
-    page = (ROOT / "rankcheck/README.md").read_text()
+    page = (HOUSE / "README.md").read_text()
     page = page[page.index("`rankcheck why --json`"):]
     for name in FIELDS | {*answer.to_json(
             answer.Answer([make_rank(0)], answer.judge([make_rank(0)])),
@@ -107,7 +99,7 @@ def ask(folder, *words, home):
     done = subprocess.run(
         [sys.executable, "-m", "rankcheck", "why", *map(str, words)],
         cwd=folder, capture_output=True, text=True, env={
-            **os.environ, "HOME": str(home), "PYTHONPATH": CLONE_PATH})
+            **os.environ, "HOME": str(home), "PYTHONPATH": SOURCE_PATH})
     return done.returncode, done.stdout, done.stderr
 
 
@@ -170,7 +162,7 @@ def start_job(folder, command, work, seconds):
              script], cwd=folder, stdout=log, stderr=log,
             pass_fds=[log.fileno()], env={
                  **os.environ, "HOME": str(folder), "RANK": "0",
-                 "WORLD_SIZE": "1", "PYTHONPATH": CLONE_PATH})
+                 "WORLD_SIZE": "1", "PYTHONPATH": SOURCE_PATH})
 
 
 def test_a_command_when_a_job_hangs(tmp_path):
@@ -261,7 +253,7 @@ def test_on_hang_where_the_working_directory_is_gone(tmp_path):
     (tmp_path / "gone").mkdir()
     done = subprocess.run(
         ["sh", "-c", line], capture_output=True, text=True, env={
-            **os.environ, "HOME": str(tmp_path), "PYTHONPATH": CLONE_PATH})
+            **os.environ, "HOME": str(tmp_path), "PYTHONPATH": SOURCE_PATH})
     assert done.returncode == 2
     assert done.stderr.splitlines()[1:] == [
         "error: --on-hang: the working directory is gone; fix: change to one "
@@ -314,7 +306,7 @@ def test_two_starts_at_once_in_one_folder(tmp_path):
                 stderr=log, env={
                     **os.environ, "HOME": str(tmp_path), "RANK": "0",
                     "MASTER_PORT": f"2950{number}", "WORLD_SIZE": "1",
-                    "PYTHONPATH": CLONE_PATH, "RANKCHECK_WHY": "why"}))
+                    "PYTHONPATH": SOURCE_PATH, "RANKCHECK_WHY": "why"}))
     assert [job.wait(60) for job in jobs] == [1, 1]
     status, out, _ = ask(tmp_path, "why", home=tmp_path)
     assert status == 1 and out.startswith("2 jobs were started here, 0 of")

@@ -8,11 +8,11 @@ import subprocess
 import sys
 
 import pytest
-from conftest import CLONE_PATH, program, python
 
 from rankcheck.engine.ranks import Launch
 from rankcheck.system.errors import UserError
 from rankcheck.why import dumps
+from rankcheck_testing.support import SOURCE_PATH, program, python
 
 # Each rank dumps what it has called, while it waits, and leaves
 SCRIPT = """\
@@ -69,11 +69,11 @@ def test_ranks_that_wait(name, tmp_path):
         assert re.match(words, one.text), one.text
         assert one.ranks == ranks and bool(one.kind) == proven
     words = "-m", "rankcheck", "why", tmp_path
-    end = python(tmp_path, *words, PYTHONPATH=CLONE_PATH)
+    end = python(tmp_path, *words, PYTHONPATH=SOURCE_PATH)
     assert end.returncode == proven and not end.stderr, end
     assert all(one.text in end.stdout for one in found)
     document = json.loads(python(
-        tmp_path, *words, "--json", PYTHONPATH=CLONE_PATH).stdout)
+        tmp_path, *words, "--json", PYTHONPATH=SOURCE_PATH).stdout)
     assert document["status"] == proven
     assert document["blamed"] == ranks
 
@@ -226,10 +226,10 @@ def test_evidence_comes_first(tmp_path):
     script = program(tmp_path / "script.py", "print('done')\n")
     folder = tmp_path / "why"
     python(tmp_path, "-m", "rankcheck", "why", "run", "--", sys.executable,
-           script, PYTHONPATH=CLONE_PATH, RANKCHECK_WHY=str(folder))
+           script, PYTHONPATH=SOURCE_PATH, RANKCHECK_WHY=str(folder))
     (folder / "state_0").write_bytes(pickle.dumps([1]))
     end = python(tmp_path, "-m", "rankcheck", "why", folder,
-                 PYTHONPATH=CLONE_PATH)
+                 PYTHONPATH=SOURCE_PATH)
     assert end.returncode == 0 and "all ranks have ended" in end.stdout, end
 
 
@@ -248,7 +248,7 @@ def test_what_is_no_dump(content, tmp_path):
         assert not dumps.find_files(str(tmp_path))
         return
     end = python(tmp_path, "-m", "rankcheck", "why", tmp_path / "dump_",
-                 PYTHONPATH=CLONE_PATH)
+                 PYTHONPATH=SOURCE_PATH)
     assert end.returncode == 2 and end.stderr.count("\n") == 1, end
     assert "is no flight-recorder dump" in end.stderr
 

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import CLONE_PATH, program
 
 from rankcheck.system import proc
 from rankcheck.system.errors import UserError
 from rankcheck.system.hook import HOOK
 from rankcheck.why import calls, command, evidence, start, witness
+from rankcheck_testing.support import SOURCE_PATH, program
 
 VIEW = """\
 import atexit, gc, json, locale, os, resource, signal, sys, threading, warnings
@@ -69,7 +69,7 @@ def run(folder, *words, home=None, **variables):
         [sys.executable, "-m", "rankcheck", "why", *map(str, words)],
         cwd=folder, text=True, capture_output=True, env={
             **os.environ, "HOME": str(home or folder),
-            "PYTHONPATH": CLONE_PATH, **variables})
+            "PYTHONPATH": SOURCE_PATH, **variables})
 
 
 @pytest.mark.parametrize("path", ["", ":", "{}:", ":{}", "{}::/nowhere", "."])
@@ -119,7 +119,7 @@ def test_a_start_is_no_part_of_its_command(tmp_path):
     started = subprocess.run(
         [sys.executable, "-m", "rankcheck", "why", "run", "--", "bash", "-c",
          line], stdin=subprocess.DEVNULL, capture_output=True,
-        env=environment | {"HOME": str(tmp_path), "PYTHONPATH": CLONE_PATH})
+        env=environment | {"HOME": str(tmp_path), "PYTHONPATH": SOURCE_PATH})
     assert started.stdout == plain.stdout
     assert started.stderr.startswith(b"while it runs, or afterwards: ")
 
@@ -303,7 +303,7 @@ def test_what_was_started_last_in_a_folder_of_ones_own(tmp_path):
                  sys.executable, "-c", text], cwd=tmp_path, stdout=file,
                 stderr=file, env={
                     **os.environ, "HOME": str(tmp_path),
-                    "PYTHONPATH": CLONE_PATH, **folder})
+                    "PYTHONPATH": SOURCE_PATH, **folder})
     said = run(tmp_path)
     assert said.returncode == 1
     assert f"{tmp_path}/aaa {sys.executable} -c 1 / 0\na rank ended: " in (
@@ -326,7 +326,7 @@ def test_an_output_that_another_start_has_replaced(tmp_path):
                 [sys.executable, "-m", "rankcheck", "why", "run", "--",
                  sys.executable, "-c", text], stdout=file, stderr=file, env={
                      **os.environ, "HOME": str(tmp_path),
-                     "PYTHONPATH": CLONE_PATH})
+                     "PYTHONPATH": SOURCE_PATH})
             time.sleep(1.1)  # the folder's name has the second
     first, last = sorted((tmp_path / ".cache/rankcheck").glob("2*"))
     assert "is not there any more" in run(tmp_path, first).stdout
@@ -399,7 +399,7 @@ def test_ranks_that_run_without_the_hook(line, words, tmp_path):
         [sys.executable, "-m", "rankcheck", "why", "run", "--", "bash", "-c",
          f"{line}; true"], cwd=tmp_path, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, env={
-            **os.environ, "HOME": str(tmp_path), "PYTHONPATH": CLONE_PATH})
+            **os.environ, "HOME": str(tmp_path), "PYTHONPATH": SOURCE_PATH})
     try:
         for _ in range(600):
             if len(proc.descendants(job.pid)) > 1:

@@ -14,7 +14,6 @@ from conftest import needs
 
 from backstage import ROOT
 from rankcheck_testing import cleanup
-from rankcheck_testing.support import HOUSE
 
 
 def start_pytest(place, *words):
@@ -72,35 +71,3 @@ def test_ranks_go_with_their_pytest(place):
     process.wait(60)
     wait_until(lambda: not [*place.iterdir()], 60)
     wait_until(lambda: not [*cleanup.find_processes(place)], 10)
-
-
-def test_somebody_elses_process_stays(place):
-    """Also one that shows a file in the folder, in a shell that is there."""
-    (place / "file").write_text("text")
-    other = subprocess.Popen(
-        ["tail", "-f", place / "file"], cwd=place, stdout=subprocess.DEVNULL,
-        env={"PWD": str(place), "PATH": os.environ["PATH"]})
-    mine = subprocess.Popen(["sleep", "99"], env={"HERE": str(place / "x")})
-    try:
-        cleanup.end_processes(place)
-        assert mine.wait(10) == -signal.SIGKILL
-        assert other.poll() is None
-    finally:
-        other.kill()
-        other.wait()
-
-
-def test_a_login_shell_reads_no_profile_of_the_user(place):
-    """A test may kill it: then nothing of the user's is half done."""
-    (place / ".profile").write_text("echo the profile of the user\n")
-    test = place / "test_login.py"
-    test.write_text("import subprocess\n\n\ndef test():\n    print(subprocess"
-                    ".run(['bash', '-lc', 'echo a login shell'], text=True,"
-                    " stdout=subprocess.PIPE).stdout)\n")
-    out = subprocess.run(
-        [sys.executable, "-m", "pytest", "-sq", "-p", "no:cacheprovider",
-         "-p", "rankcheck_testing.isolation", test], cwd=ROOT, text=True,
-        check=True, env={**os.environ, "HOME": str(place), "PYTHONPATH":
-                         f"{HOUSE}/src{os.pathsep}{HOUSE}/tests"},
-        stdout=subprocess.PIPE).stdout
-    assert "a login shell" in out and "the profile" not in out

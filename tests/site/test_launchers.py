@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from backstage.errors import UserError
 from backstage.process import find_launcher, name_ranks
 from rankcheck.engine.ranks import free_port
 from rankcheck.system.sources import INSTALLED, SCRIPT, Sources
+from rankcheck_testing.support import wait_for
 from workshop.as_torchrun import find_rank_0, join_world
 
 OPEN = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
@@ -311,3 +313,15 @@ def test_no_line_of_ours_is_taken_for_the_scripts(monkeypatch):
     for file in "backstage/run.py", "workshop/jobs/blocking_mpi.py":
         assert sources.owner(str(ROOT / file)) == INSTALLED
     assert sources.owner(str(ROOT / "code/train_gpt2.py")) == SCRIPT
+
+
+def test_a_rank_whose_proxy_is_gone_says_nothing(tmp_path):
+    """As mpirun ends them all after one that failed."""
+    rank = subprocess.Popen(
+        [sys.executable, "-c", "from workshop.jobs import mpirun_proxy\n"
+         "mpirun_proxy.meet('door')"], stderr=subprocess.PIPE, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": CLONE_PATH})
+    with socket.socket(socket.AF_UNIX) as proxy:
+        wait_for(lambda: not proxy.connect_ex(f"{tmp_path}/door"), 60)
+    assert rank.communicate() == (None, b"")
+    assert rank.returncode == -signal.SIGKILL

@@ -1,11 +1,7 @@
 """`why` under real launchers: eight faults in many scripts, and sound runs.
 
-    pytest --tables tests/rankcheck/test_why.py -k of_the_table  in an hour
-    pytest --tables tests/rankcheck/test_why.py -k "of_the_table and sound"
-    python tests/tables/why_cases.py FOLDER NAME.jsonl
-
-The last keeps what the ranks of a job have left, as `why` reads it now, for
-test_what_is_said_of_a_job.
+    pytest --tables tests/rankcheck/test_why_course.py -k table  in an hour
+    pytest --tables tests/rankcheck/test_why_course.py -k "table and sound"
 
 Each fault is planted in a copy of a stage's script or of somebody else's
 (foreign/), which torchrun, mpirun or srun starts as two processes; srun
@@ -16,21 +12,14 @@ complain. The results are in docs/tables.md.
 """
 
 import contextlib
-import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from textwrap import indent
-
-if __name__ == "__main__":
-    TESTS, TOP = Path(__file__).resolve().parents[1:3]
-    sys.path[:0] = map(str, (
-        TESTS, TOP, TOP / "rankcheck/src", TOP / "rankcheck/tests"))
 
 import cluster
 from conftest import CLONE_PATH, MPICH, all_processes, edit
@@ -39,7 +28,6 @@ from stages import make_dataset
 from backstage import ROOT
 from rankcheck.engine.ranks import free_port
 from rankcheck.system.hook import HOOK
-from rankcheck.why.evidence import collect
 from rankcheck_testing.isolation import OWNER
 from workshop.jobs.mpirun import OPEN_MPI
 from workshop.stages import STAGES, batch_files
@@ -394,31 +382,6 @@ def little_memory():
         GROUP.rmdir()
 
 
-def keep_evidence(folder, file, most=4):
-    """A line for each `Rank`: what it is made of, without this machine, and
-    its last collectives.
-    """
-    lines = []
-    for rank in collect(Path(folder)):
-        record = {name: value for name, value in rank.record.items()
-                  if name != "looks"}
-        record["calls"] = [
-            {name: value for name, value in call.items() if name != "of"}
-            for call in rank.calls[-int(most):]]
-        record["work"] = [work for work in rank.work if work[4] or work[5]]
-        lines.append(json.dumps([record, rank.alive, rank.fresh, rank.last]))
-    text = "\n".join(lines)
-    for mine, name in (
-            *((folder, "/home/me") for folder in sorted({
-                str(Path(file).parent) for file in re.findall(
-                    r'"(/[^"]*\.py)", \d+, "<module>"', text)
-                if not file.startswith(sys.prefix)}, key=len)),
-            (sys.prefix, "/venv"), (str(ROOT), "/clone"),
-            (f'"{socket.gethostname()}"', '"node1"')):
-        text = text.replace(mine, name)
-    Path(file).write_text(text + "\n")
-
-
 def try_out(job, stage, launcher, fault, others):
     """Start the job, and ask `why`, which has to be right. Returns what it
     says of a fault that it does not name.
@@ -433,7 +396,3 @@ def try_out(job, stage, launcher, fault, others):
             stay_silent(job)
         finally:
             job.clear()
-
-
-if __name__ == "__main__":
-    keep_evidence(*sys.argv[1:])

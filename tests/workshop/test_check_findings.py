@@ -1,0 +1,121 @@
+"""What a check concludes, from records: no process is started."""
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import program
+
+from rankcheck.engine.findings import Finding, Line
+from rankcheck.engine.ranks import Rank
+from rankcheck.record.tensors import assemble, describe
+from workshop.board import Terminal
+from workshop.check import experiment
+from workshop.check.experiment import Mistake, Outcome
+from workshop.check.lines import lines_as_in
+from workshop.check.plan import Mesh, PlannedTrial
+from workshop.check.questions import model
+from workshop.check.questions.question import (
+    QUESTIONS,
+    Examined,
+    distance,
+)
+from workshop.check.trials import StageTrial
+from workshop.diff.diff import Diff
+from workshop.stages import STAGES
+
+NAN, INF = torch.nan, torch.inf
+
+
+def trial(*ranks, script="their_train.py", **seen):
+    """One that ended so, without an observer's record but for `seen`."""
+    return StageTrial(Path(script), list(ranks), stage="ddp",
+                      mesh=Mesh(dp=len(ranks)),
+                      seen=[seen or None] * len(ranks),
+                      events=[[] for _ in ranks])
+
+
+# -------------------------------------------------------- too deep to look at
+
+
+DEEP = f"x = {'+'.join(['1'] * 2000)}\n"
+
+
+def test_a_deep_expression_is_no_mistake(tmp_path):
+    script = program(tmp_path / "train_gpt2.py", DEEP)
+    ast.parse(DEEP)  # Python runs it
+    one = trial(Rank(0, "", ""), script=script, asked=[], compiled=None)
+    one.source = DEEP.encode()
+    verdicts = {}
+    for question in QUESTIONS:
+        if question.title in ("every name that it uses is defined",
+                              "each process asks for its own device"):
+            finding, = question.ask(Examined(one, one, "whole"))
+            verdicts[finding.text] = finding.verdict
+    assert verdicts == {
+        "each process asks for its own device": "ok",
+        "it was not checked whether every name that it uses is defined":
+            "warn"}
+    solution = STAGES["ddp"].solution.read_text()
+    diff = Diff("ddp", script, (solution + DEEP).encode())
+    assert not diff.left and len(diff.others) == 1
+
+
+# ------------------------------------------------------------ odd scripts
+
+
+def test_a_byte_order_mark_is_no_difference(tmp_path, capsys):
+    """Notepad writes one. What is wrong is said, as of any script."""
+    script = tmp_path / "train_gpt2.py"
+    script.write_text(STAGES["std"].solution.read_text(), "utf-8-sig")
+    one = trial(Rank(0, "", ""))
+    planned = PlannedTrial("1", "whole", Mesh())
+    mistake = Mistake("losses agree", "that of step 0 is 5", frozenset(), "")
+    experiment.diagnose(
+        SimpleNamespace(stage="ddp", script=script), Terminal(False),
+        Outcome(planned, one, [], mistake, []), mistake)
+    assert "changes are left" in capsys.readouterr().out
+
+
+def test_what_follows_is_folded(capsys):
+    found = [Finding(verdict, [text], []) for verdict, text in (
+        ("ok", "it ends"), ("FAIL", "off by 5"), ("and", "so is the loss"))]
+    for verbose, lines in ((False, [
+            "  FAIL  off by 5", "        (1 more follows from it)"]), (True, [
+            "  ok    it ends", "  FAIL  off by 5", "  and   so is the loss"])):
+        experiment.tell_findings(Terminal(verbose), found, 1.0,
+                                 verbose=verbose)
+        assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_a_large_script_is_compared_with_itself_at_once():
+    data = b"x = 1\n" * 80_000
+    assert lines_as_in(data, bytes([*data]))(Line(7)) == "line 7"
+
+
+# ------------------------------------------------------------------------ nan
+
+
+@pytest.mark.parametrize(("mine", "good", "same"), [
+    ([1.0, 2.0], [1.0, 2.0], True), ([1.0, NAN], [1.0, 2.0], False),
+    ([INF, NAN], [INF, NAN], True), ([NAN, NAN], [1.0, 2.0], False)])
+def test_the_distance_of_nan(mine, good, same):
+    """Whichever of several parameters it is in."""
+    for at in range(3):
+        one, other = (assemble([describe(
+            (str(i), torch.tensor(values if i == at else [3.0]))
+            for i in range(3))]) for values in (mine, good))
+        assert (distance(one, other) == 0) == same
+
+
+def test_weights_of_nan_are_not_the_single_devices():
+    def with_weights(*values):
+        return trial(Rank(0, "", ""), weights=describe(
+            (str(i), torch.tensor([value])) for i, value in enumerate(values)))
+
+    good = with_weights(1.0, 2.0, 3.0)
+    assert model.weights(good, good) is None
+    for values in ((NAN, 2.0, 3.0), (1.0, NAN, NAN), (1.0, 2.0, NAN)):
+        assert model.weights(with_weights(*values), good).verdict == "FAIL"
