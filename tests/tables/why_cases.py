@@ -1,14 +1,14 @@
 """`why` under real launchers: eight faults in many scripts, and sound runs.
 
-    pytest --tables tests/rankcheck/test_why_course.py -k table  in an hour
-    pytest --tables tests/rankcheck/test_why_course.py -k "table and sound"
+    pytest --tables tests/workshop/test_why_course.py -k table  in an hour
+    pytest --tables tests/workshop/test_why_course.py -k "table and sound"
 
 Each fault is planted in a copy of a stage's script or of somebody else's
-(foreign/), which torchrun, mpirun or srun starts as two processes; srun
-on the throw-away cluster of cluster.py, by the stage's batch file. From the
-first sign of the fault on, `why` is asked again and again: its first complaint
-has to be the right one, within a minute. About a sound run it must not
-complain. The results are in docs/tables.md.
+(rankcheck/tests/tables/foreign), which torchrun, mpirun or srun starts as two
+processes; srun on the throw-away cluster of cluster.py, by the stage's batch
+file. From the first sign of the fault on, `why` is asked again and again: its
+first complaint has to be the right one, within a minute. About a sound run it
+must not complain. The results are in docs/tables.md.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ from backstage import ROOT
 from rankcheck.engine.ranks import free_port
 from rankcheck.system.hook import HOOK
 from rankcheck_testing.isolation import OWNER
+from rankcheck_testing.verify_cases import TABLES
 from workshop.jobs.mpirun import OPEN_MPI
 from workshop.stages import STAGES, batch_files
 
-HERE = Path(__file__).resolve().parent
-FOREIGN = HERE / "foreign"
+FOREIGN = TABLES / "foreign"
 MINUTE = 60  # within which `why` has to name a fault
 START = 150  # seconds to its first sign, at most
 ASKED = 5  # times about a sound run, while it runs

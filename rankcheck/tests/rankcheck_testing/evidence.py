@@ -30,7 +30,7 @@ from rankcheck.why.judge import judge
 from rankcheck.why.ranks import Rank
 from rankcheck_testing.support import HOUSE, SOURCE_PATH, program, python
 
-FOLDER = HOUSE.parent / "tests" / "rankcheck" / "why_evidence"
+FOLDER = HOUSE / "tests" / "evidence"
 MOST_CALLS = 4  # of a rank, the last ones
 
 

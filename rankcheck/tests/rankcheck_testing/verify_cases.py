@@ -32,7 +32,7 @@ from rankcheck.engine.findings import Report
 from rankcheck_testing.planted import Planted, load, load_all
 from rankcheck_testing.support import HOUSE
 
-TABLES = HOUSE.parent / "tests" / "tables"
+TABLES = HOUSE / "tests" / "tables"
 CASES = load_all(TABLES / "verify", TABLES)
 WARNING = "warn  "
 

@@ -1,0 +1,3 @@
+"""Isolates the tests: rankcheck_testing/isolation.py."""
+
+pytest_plugins = ["rankcheck_testing.isolation"]
