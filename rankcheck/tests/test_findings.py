@@ -78,6 +78,22 @@ def test_nan_is_no_number_and_itself(mine, good, same):
         assert all(off > 0 for off in both.differing.values())
 
 
+@pytest.mark.parametrize("tensor", [
+    torch.tensor(1.0), torch.zeros(0, 3), torch.tensor([NAN, -0.0]),
+    torch.arange(6.0).view(2, 3).t(), torch.ones(3, dtype=torch.bfloat16),
+    torch.ones(2, requires_grad=True)])
+def test_tensors_are_compared_bit_by_bit(tensor):
+    """Also without NumPy, which has no bfloat16."""
+    data = comparison.as_bytes(tensor)
+    assert len(data) == tensor.numel() * tensor.element_size()
+    if data:
+        again = torch.frombuffer(bytearray(data), dtype=tensor.dtype)
+        again = again.view(tensor.shape)
+        assert torch.equal(again.nan_to_num(7), tensor.nan_to_num(7))
+    assert comparison.as_bytes(torch.tensor([0.0])) != comparison.as_bytes(
+        torch.tensor([-0.0]))
+
+
 def update(**other):
     """What a rank has recorded of an update."""
     def state(key):

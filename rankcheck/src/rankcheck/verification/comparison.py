@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -407,9 +408,12 @@ def first_weights(seen: Record) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
-    """Return what the tensor has in memory, to compare it bit by bit."""
-    data: bytes = tensor.contiguous().numpy(force=True).tobytes()
-    return data
+    """Return what the tensor has in memory, to compare it bit by bit.
+
+    Without NumPy, which may not be installed, and has no bfloat16.
+    """
+    own = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(own.data_ptr(), own.numel() * own.element_size())
 
 
 class SharedGradients(NamedTuple):
