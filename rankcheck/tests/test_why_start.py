@@ -55,12 +55,14 @@ os.write(1, b"")
 # Beside the hook's own, Python's that torch imports, too
 MODULES = {"faulthandler", "_compat_pickle", "_heapq", "_json", "_opcode",
            "_pickle", "_socket", "_struct", "_weakrefset", "array", "fcntl",
-           "collections.abc", "heapq", "json.decoder", "json.encoder",
-           "json.scanner", "linecache", "math", "opcode", "pickle", "select",
-           "selectors", "socket", "struct", "textwrap", "token", "tokenize",
-           "traceback", "contextlib", "importlib.util", "importlib._abc",
-           "pathlib", "fnmatch", "ntpath", "urllib", "urllib.parse",
-           "ipaddress", "dataclasses", "inspect", "ast", "dis"}
+           "__future__", "collections.abc", "errno", "heapq", "importlib",
+           "importlib._bootstrap", "importlib._bootstrap_external",
+           "json.decoder", "json.encoder", "json.scanner", "linecache",
+           "math", "opcode", "pickle", "select", "selectors", "socket",
+           "struct", "textwrap", "token", "tokenize", "traceback",
+           "contextlib", "importlib.util", "importlib._abc", "pathlib",
+           "fnmatch", "ntpath", "urllib", "urllib.parse", "ipaddress",
+           "dataclasses", "inspect", "ast", "dis"}
 
 
 def run(folder, *words, home=None, **variables):
@@ -230,8 +232,10 @@ def test_the_last_start_is_known_without_names_and_clocks(home):
 def test_each_shell_has_a_name():
     ask = [sys.executable, "-c",
            "from rankcheck.why import start; print(start.name_session())"]
-    other = subprocess.run(ask, start_new_session=True, text=True,
-                           capture_output=True, check=True).stdout.strip()
+    other = subprocess.run(
+        ask, start_new_session=True, text=True, capture_output=True,
+        check=True, env=os.environ | {"PYTHONPATH": SOURCE_PATH}
+    ).stdout.strip()
     assert other not in ("", start.name_session())
 
 
