@@ -55,9 +55,11 @@ def pytest_collection_modifyitems(items):
 
 
 def copy_course(clone, *names):
-    """Copy these folders and files of the course, without what is made."""
+    """Copy these folders and files of the course, without what is made, and
+    without rankcheck's tests.
+    """
     made = shutil.ignore_patterns("__pycache__", "demo", "edu_*", ".cache",
-                                  ".checked.json", ".originals.json")
+                                  ".checked.json", ".originals.json", "tests")
     for name in (*names, *["rankcheck"] * ("workshop" in names)):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():

@@ -39,6 +39,10 @@ def test_a_script(case, tmp_path):
     assert not problem(case, found), found.out
 
 
+def test_the_places_of_the_changes_are_there():
+    assert CASES and all(case.script() for case in CASES)
+
+
 @pytest.mark.parametrize("number", [-1, 1, 65, 100_000])
 def test_a_number_of_processes_that_cannot_be_is_a_line(number):
     with pytest.raises(UserError, match="-n is 2 to 64"):

@@ -1,7 +1,8 @@
 """`why` under real launchers: eight faults in many scripts, and sound runs.
 
-    pytest --tables tests/workshop/test_why_course.py -k table  in an hour
-    pytest --tables tests/workshop/test_why_course.py -k "table and sound"
+    pytest --tables tests/workshop/test_why_course.py -k of_the_table
+
+takes an hour; `-k "of_the_table and sound"` runs the sound ones alone.
 
 Each fault is planted in a copy of a stage's script or of somebody else's
 (rankcheck/tests/tables/foreign), which torchrun, mpirun or srun starts as two

@@ -366,7 +366,7 @@ def executed(execute, single, tmp_path_factory):
     kernels[:] = [cell for cell in kernels if "%%ranks" in cell.source]
     lit[:] = [cell for cell in lit if "class Line(" in cell.source
               or calls(cell) == "strategies()"]
-    del books["hangs"][2:-1]  # the first of them: test_why.py has all
+    del books["hangs"][2:-1]  # the first of them: test_why_course.py has all
     plots = [calls(cell) for cell in books["results"]
              if calls(cell).startswith("plot(")][1:]
     for name, left_out in (

@@ -2,17 +2,21 @@
 
 import ast
 import re
+import shutil
+import subprocess
 import sys
+import venv
 from fnmatch import fnmatch
 
 import pytest
-from conftest import git, python
+from conftest import git, link_package, python
 
 from backstage import ROOT
 
 SOURCES = {  # where a package is
     "backstage": ROOT, "rankcheck": ROOT / "rankcheck" / "src",
     "workshop": ROOT}
+OWN_TESTS = ROOT / "rankcheck" / "tests"  # rankcheck's
 MODULES = {
     ".".join(path.relative_to(source).with_suffix("").parts): path
     for package, source in SOURCES.items()
@@ -151,9 +155,39 @@ def test_no_module_imports_itself_in_a_circle():
 
 def test_tests_do_not_import_each_other():
     """What several of them need is in a module beside them."""
-    for file in (ROOT / "tests").rglob("*.py"):
+    for file in (*(ROOT / "tests").rglob("*.py"), *OWN_TESTS.rglob("*.py")):
         assert not re.search(r"^ *(from|import) test_", file.read_text(),
                              re.M), file.name
+
+
+@pytest.mark.parametrize("path", [
+    path.relative_to(OWN_TESTS) for path in sorted(OWN_TESTS.rglob("*.py"))
+    if "tables" not in path.parts], ids=str)
+def test_rankchecks_tests_need_torch_and_pytest_alone(path):
+    """pytest brings packaging. The scripts of the table may need more."""
+    names = {name.split(".")[0] for name in names_in(OWN_TESTS / path)}
+    assert names - sys.stdlib_module_names <= {
+        "torch", "pytest", "packaging", "rankcheck", "rankcheck_testing"}
+
+
+@pytest.mark.whole
+def test_rankchecks_tests_are_found_without_the_course(tmp_path):
+    """In a copy of its folder, where torch and pytest are installed."""
+    copy = tmp_path / "rankcheck"
+    shutil.copytree(OWN_TESTS.parent, copy,
+                    ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    venv.create(tmp_path / "venv")
+    site, = tmp_path.glob("venv/lib/python*/site-packages")
+    for package in "torch", "pytest":
+        link_package(package, site)
+    end = subprocess.run(
+        [tmp_path / "venv/bin/python", "-m", "pytest", "--collect-only",
+         "--whole", "--tables", "-p", "no:cacheprovider"], cwd=copy,
+        env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}, text=True,
+        capture_output=True)
+    assert end.returncode == 0, end.stdout + end.stderr
+    for file in OWN_TESTS.glob("test_*.py"):
+        assert f"tests/{file.name}::" in end.stdout, file.name
 
 
 def test_the_backstage_has_no_more_floors_than_it_had():

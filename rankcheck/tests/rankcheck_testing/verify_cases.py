@@ -1,7 +1,7 @@
-"""Scripts in 65 styles for `verify`, each right, and each with mistakes.
+"""Scripts in 70 styles for `verify`, each right, and each with mistakes.
 
-    pytest --tables tests/rankcheck/test_verify.py  all of them, in minutes
-    pytest --tables tests/rankcheck/test_verify.py -k "FSDP"  those so called
+    pytest --tables tests/test_verify.py  all of them, in minutes
+    pytest --tables tests/test_verify.py -k "FSDP"  those so called
 
 They stand in tables/verify/STYLE, see planted.py; the right one of a style is
 given by its difference from another style's. A right script must not be
