@@ -626,8 +626,8 @@ def test_what_the_launcher_says_of_an_end(
     script = program(tmp_path / "script.py", f"""\
 import os, sys, time, torch.multiprocessing, torch.distributed as dist
 def train(rank):
-    dist.init_process_group("gloo", "tcp://127.0.0.1:{free_port()}",
-                            rank=rank, world_size=2)
+    own = None if "RANK" in os.environ else "tcp://127.0.0.1:{free_port()}"
+    dist.init_process_group("gloo", own, rank=rank, world_size=2)
     if rank == 1:
         {last}
     time.sleep(600)  # until the launcher ends it
