@@ -13,6 +13,7 @@ import torch
 
 from backstage import world
 from backstage.errors import require, warn
+from backstage.process import GPUS, SIMULATED
 
 # of each batch, by the run that reads it
 CHECKS: list[Callable[[torch.Tensor], None]] = []
@@ -47,6 +48,8 @@ def find_gpu(environment: Mapping[str, str] = os.environ,
     and nobody would see why it is slow. root: where /dev is found.
     """
     if environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles"):
+        return ""
+    if environment.get(GPUS) == SIMULATED:
         return ""
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS",
                  "CUDA_VISIBLE_DEVICES"):

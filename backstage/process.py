@@ -38,6 +38,9 @@ SCHEDULERS = {"SLURM": "SLURM_JOB_ID", "PBS": "PBS_JOBID"}
 # torchrun's names: a process has all that are NEEDED, or none of SIZES.
 SIZES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 NEEDED = (*SIZES[:3], "MASTER_ADDR", "MASTER_PORT")
+# The nodes of `python -m workshop cluster` say by this variable that neither
+# their GPUs nor most of their cores are real
+GPUS, SIMULATED = "WORKSHOP_GPUS", "simulated"
 CHOSEN: list[str] = []  # what `use_cores` has set OMP_NUM_THREADS to
 
 
@@ -241,11 +244,13 @@ def use_cores(processes: int = 1) -> None:
 
     processes: how many of a node share them; a second call counts anew. torch
     would take each core that it sees, also where a container may use two of
-    64. OMP_NUM_THREADS, if it is set, is obeyed.
+    64. OMP_NUM_THREADS, if it is set, is obeyed, but not where SLURM counts
+    cores that are not there.
     """
     import torch
 
-    if os.environ.get("OMP_NUM_THREADS", "") in ("", *CHOSEN):
+    if (os.environ.get("OMP_NUM_THREADS", "") in ("", *CHOSEN)
+            or os.environ.get(GPUS) == SIMULATED):
         threads = min(torch.get_num_threads(), count_cores(processes))
         torch.set_num_threads(threads)
         # for what this process starts, and for Lightning, which would take

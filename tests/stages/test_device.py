@@ -43,6 +43,8 @@ def plain_environment(monkeypatch):
     ({"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "4"}, "nvidia0",
      None),
     ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, "nvidia0", None),
+    ({"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "1",
+      "WORKSHOP_GPUS": "simulated"}, "nvidia0", None),
 ], ids=str)
 def test_what_says_that_there_is_a_gpu(
         tmp_path, monkeypatch, environment, node, words):
@@ -435,6 +437,10 @@ def test_threads_are_set_unless_the_user_has(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")  # somebody has set it
     process.use_cores(4)
     assert used == [16, 8]
+    with monkeypatch.context() as simulated:  # SLURM counts unreal cores
+        simulated.setenv("WORKSHOP_GPUS", "simulated")
+        process.use_cores(16)
+        assert used.pop() == 4
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     process.use_cores(1)  # never more than torch takes by itself
     assert used == [16, 8, 32]
