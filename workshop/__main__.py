@@ -45,6 +45,10 @@ COMMANDS = {
         "doctor": CourseCommand(
             "workshop.jobs.doctor",
             "Say what the course needs and this machine lacks."),
+        "cluster": CourseCommand(
+            "workshop.cluster.command",
+            "Start, look at and end a SLURM of up to 4 nodes on this Linux "
+            "machine: up | status | down."),
         "plot": CourseCommand(
             "workshop.results.plot",
             "Draw the runs: loss curves, tokens/s, scaling."),

@@ -40,6 +40,7 @@ HOUSES = {
         "diff": "diff.*",
         "instructor":
             "instructor.plan instructor.answers instructor.classroom",
+        "cluster": "cluster.*",
         "jobs": "jobs.* as_torchrun",
         "check": "check.*",
         "notebook": "notebook.*",

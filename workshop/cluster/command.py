@@ -1,0 +1,127 @@
+"""python -m workshop cluster up | status | down: a SLURM on this machine.
+
+Only the standard library, from Python 3.9 on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+
+from backstage.errors import require
+from workshop.cluster.config import make_environment
+from workshop.cluster.control import Cluster
+from workshop.cluster.settings import (
+    MOST_GPUS,
+    MOST_NODES,
+    Settings,
+    find_place,
+)
+
+NAME = "main"
+ACTIONS = """\
+up: start a cluster, or those of its parts that do not run. status: say what
+runs. down: end it with all its jobs, and remove its folder. kill NODE: let a
+node crash. start NODE: let it come back."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", help=ACTIONS, choices=[
+        "up", "status", "down", "kill", "start"])
+    parser.add_argument("node", nargs="?", default="",
+                        help="for kill and start, such as node2")
+    parser.add_argument("--name", default=NAME, help="of the cluster, if you "
+                        f"want several ({NAME})")
+    parser.add_argument("--nodes", type=int, metavar="N",
+                        help=f"1 to {MOST_NODES} ({Settings.nodes})")
+    parser.add_argument("--gpus", type=int, metavar="N", help="simulated GPUs "
+                        f"of each node, 1 to {MOST_GPUS} ({Settings.gpus})")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Do what the command line says; return the exit status."""
+    action = args.action
+    require(bool(args.node) == (action in ("kill", "start")),
+            f"cluster {action} takes " + (
+                "no node" if args.node else "a node, such as node2"))
+    cluster = Cluster(find_place(args.name))
+    if action == "up":
+        return start(cluster, args)
+    if action == "status":
+        return show_status(cluster)
+    if action == "down":
+        found = cluster.down()
+        say(f"cluster {args.name} is down" if found else
+            f"there is no cluster {args.name}")
+        return 0
+    if action == "kill":
+        cluster.kill_node(args.node)
+        say(f"{args.node} has crashed; to let it come back: python -m "
+            f"workshop cluster start {args.node}")
+        return 0
+    cluster.start_part(args.node)
+    say(f"{args.node} is up")
+    return 0
+
+
+def say(text: str) -> None:
+    """Print a line that is no part of what a shell evaluates."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def choose_settings(cluster: Cluster, args: argparse.Namespace
+                    ) -> Settings | None:
+    """Return the settings that the command line asks for, if any."""
+    nodes, gpus = args.nodes, args.gpus
+    require(nodes is None or 1 <= nodes <= MOST_NODES,
+            f"--nodes is a number from 1 to {MOST_NODES}")
+    require(gpus is None or 1 <= gpus <= MOST_GPUS,
+            f"--gpus is a number from 1 to {MOST_GPUS}")
+    if nodes is None and gpus is None:
+        return None
+    known = cluster.settings() or Settings()
+    return replace(known, nodes=nodes or known.nodes, gpus=gpus or known.gpus)
+
+
+def start(cluster: Cluster, args: argparse.Namespace) -> int:
+    """Start a cluster, and print how a shell uses it.
+
+    A shell that evaluates the output, as in eval "$(...)", gets the lines
+    themselves; a person gets the command to type.
+    """
+    settings, begin = choose_settings(cluster, args), time.monotonic()
+    cluster.up(settings)
+    known = cluster.settings() or Settings()
+    say(f"cluster {args.name}: {known.nodes} nodes with {known.gpus} "
+        f"simulated GPUs each are up ({time.monotonic() - begin:.0f} s)")
+    if sys.stdout.isatty():
+        print("In each shell that is to use it, type:\n"
+              f"    source {cluster.place.environment}")
+    else:
+        print(make_environment(cluster.place), end="")
+    return 0
+
+
+def show_status(cluster: Cluster) -> int:
+    """Print a line for each part; return 1 if one does not run."""
+    parts = cluster.parts()
+    if not parts:
+        print(f"no cluster in {cluster.place.folder}: python -m workshop "
+              "cluster up starts one")
+        return 1
+    states = cluster.ask_states()
+    broken = [part for part in parts if not part.runs]
+    for part in parts:
+        state = states.get(part.name, "")
+        detail = f": {state}" if state else ""
+        if part.runs:
+            print(f"ok    {part.name}{detail}")
+        else:
+            print(f"FAIL  {part.name} does not run")
+    if broken:
+        print("      fix: python -m workshop cluster up")
+    else:
+        print(f"to use it: source {cluster.place.environment}")
+    return int(bool(broken))

@@ -1,0 +1,359 @@
+"""Starts, looks at and ends a cluster, from outside of its namespaces.
+
+Only the standard library, from Python 3.9 on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from backstage.errors import FULL, UserError, require
+from rankcheck.system import proc
+from workshop import SOURCES
+from workshop.cluster import machine
+from workshop.cluster.config import Programs, write_commands, write_files
+from workshop.cluster.processes import (
+    INSIDE,
+    MARK,
+    find_daemon,
+    find_holder,
+    find_processes,
+    kill,
+    kill_all,
+)
+from workshop.cluster.settings import Place, Settings
+
+PATIENCE = 120  # seconds for all nodes to come up, on a busy machine
+SPACE = 50_000_000  # bytes: logs, and the jobs that wait
+NO_SPACE = ("no space left on device: the cluster needs 50 MB in {}: free "
+            "some, or set TMPDIR")
+DAEMONS = ("munged", "slurmctld")
+# States of sinfo in which a node answers. It adds a * if it does not
+ANSWERS = ("idle", "mixed", "allocated", "completing")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A daemon, or a node with its slurmd, and whether it runs."""
+
+    name: str
+    runs: bool
+
+
+class Cluster:
+    """A cluster of this user, which may not have been started."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    # ---------------------------------------------------------- questions
+
+    def settings(self) -> Settings | None:
+        """Return its settings; None if it has not been started."""
+        return self.place.read()
+
+    def is_up(self) -> bool:
+        """Say whether its namespaces are there."""
+        return self.place.read() is not None and bool(
+            find_holder(find_processes(self.place), "cluster",
+                        str(self.place.folder)))
+
+    def parts(self) -> list[Part]:
+        """Return the parts; none if it has not been started."""
+        settings = self.place.read()
+        if not settings:
+            return []
+        found = find_processes(self.place)
+        return [Part(name, find_daemon(found, name) is not None)
+                for name in (*DAEMONS, *settings.names)]
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of a program that uses the cluster."""
+        return {"SLURM_CONF": str(self.place.config), "PATH": os.pathsep.join(
+            [str(self.place.bin), os.environ.get("PATH", os.defpath)])}
+
+    # ------------------------------------------------------------ actions
+
+    def up(self, settings: Settings | None = None) -> None:
+        """Start the cluster, or those of its parts that do not run.
+
+        Args:
+            settings: None for those that it has, or else the default ones.
+
+        Raises:
+            UserError: something is missing, or a part does not come up.
+        """
+        programs = machine.find_programs()
+        with self.locked():
+            known = self.place.read()
+            if not self.is_up():
+                machine.require_namespaces(programs.is_root)
+                self.remove()
+                self.require_space()
+                self.start(settings or known or Settings(), programs)
+                return
+            require(not settings or settings == known, f"{self.place.folder} "
+                    "is up, with other settings: python -m workshop cluster "
+                    "down first")
+            names = [part.name for part in self.parts()]
+            for part in self.parts():
+                if not part.runs:
+                    self.request(part.name)
+            self.wait_for_parts(names)
+
+    def start(self, settings: Settings, programs: Programs) -> None:
+        """Start all of it; if that fails, nothing is left."""
+        try:
+            self.place.make(settings)
+            write_files(self.place, settings, programs)
+            self.write_key()
+            holder = self.make_namespaces(programs)
+            write_commands(self.place, programs, holder)
+            self.wait_for_parts([*DAEMONS, *settings.names])
+        except BaseException as error:
+            kill_all(self.place)
+            reason = ""
+            if not isinstance(error, KeyboardInterrupt):
+                reason = self.last_error()
+            with contextlib.suppress(UserError):
+                self.remove()
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise UserError(NO_SPACE.format(self.place.folder.parent)
+                                ) from error
+            if isinstance(error, UserError) and reason:
+                raise UserError(f"{error} ({reason})") from error
+            raise
+
+    def require_space(self) -> None:
+        """Raise a `UserError` if the disk is full."""
+        above = self.place.folder.parent
+        require(shutil.disk_usage(above).free >= SPACE, NO_SPACE.format(above))
+
+    def write_key(self) -> None:
+        """Write munge's key, by which the daemons know each other."""
+        file = os.open(self.place.key, os.O_WRONLY | os.O_CREAT, 0o600)
+        with open(file, "wb") as opened:
+            opened.write(os.urandom(128))
+
+    def make_namespaces(self, programs: Programs) -> int:
+        """Start the cluster's first process.
+
+        Returns:
+            The process that holds the namespaces.
+        """
+        path = os.pathsep.join(
+            [*SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
+        variables = {name: value for name, value in os.environ.items()
+                     if not name.startswith(("SLURM", "SBATCH_"))}
+        variables |= {MARK: str(self.place.folder), "PYTHONPATH": path,
+                      "PATH": machine.search_path(),
+                      "SLURM_CONF": str(self.place.config)}
+        command = [*machine.unshare_command(user=not programs.is_root),
+                   sys.executable, "-m", INSIDE, "cluster",
+                   str(self.place.folder)]
+        with open(self.place.logs / "cluster.log", "w") as log:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                cwd="/", env=variables, start_new_session=True).pid
+
+    def wait_for_parts(self, names: list[str]) -> None:
+        """Wait until these daemons run, and these nodes answer.
+
+        Raises:
+            UserError: they do not.
+        """
+        end = time.monotonic() + PATIENCE
+        while True:
+            missing = self.find_missing(names)
+            if not missing:
+                return
+            require(self.is_up(), "the cluster did not start")
+            require(time.monotonic() < end,
+                    f"{', '.join(missing)} did not come up in {PATIENCE} s")
+            time.sleep(0.1)
+
+    def find_missing(self, names: list[str]) -> list[str]:
+        """Return those of the parts that do not run, or do not answer."""
+        running = {part.name for part in self.parts() if part.runs}
+        missing = [name for name in names if name not in running]
+        if missing:
+            return missing
+        if not self.place.started.exists():
+            return ["the network"]
+        states = self.ask_states()
+        return [name for name in names
+                if name not in DAEMONS and states.get(name) not in ANSWERS]
+
+    def ask_states(self) -> dict[str, str]:
+        """Return the state of each node, as sinfo names it; none if SLURM
+        does not answer.
+        """
+        try:
+            said = subprocess.run(
+                [self.place.bin / "sinfo", "-h", "-N", "-o", "%N %T"],
+                text=True, env={**os.environ, **self.environment()},
+                check=True, capture_output=True, timeout=10).stdout
+        except (OSError, subprocess.SubprocessError):
+            return {}
+        pairs = (line.split() for line in said.splitlines())
+        return {name: state for name, state in pairs}
+
+    def last_error(self) -> str:
+        """Return a line of the logs that says what is wrong; "" if none does.
+
+        That is the last one of our own, or the first fatal error of a daemon.
+        """
+        own = proc.read_text(self.place.logs / "cluster.log").splitlines()
+        if own:
+            return own[-1]
+        for file in sorted(self.place.logs.glob("*.log")):
+            for line in proc.read_text(file).splitlines():
+                if "fatal: " in line or "Error: " in line:
+                    return f"{file.name}: {line}"
+        return ""
+
+    def request(self, name: str) -> None:
+        """Ask the cluster's first process to start a part."""
+        (self.place.requests / name).touch()
+
+    def start_part(self, name: str) -> None:
+        """Start a node or a daemon that does not run, and wait for it."""
+        self.require_part(name)
+        with self.locked():
+            self.request(name)
+            self.wait_for_parts([name])
+
+    def kill_node(self, name: str) -> None:
+        """Let a node crash: all its processes get SIGKILL."""
+        self.require_part(name)
+        holder = find_holder(find_processes(self.place), "node",
+                             str(self.place.folder), name)
+        if holder is None:
+            raise UserError(f"{name} does not run")
+        kill([holder])  # the kernel kills the others
+        self.wait_for_end(name)
+
+    def kill_daemon(self, name: str) -> None:
+        """Kill a daemon alone; of a node its slurmd, and its jobs run on."""
+        self.require_part(name)
+        daemon = find_daemon(find_processes(self.place), name)
+        if daemon is None:
+            raise UserError(f"{name} does not run")
+        kill([daemon])
+        self.wait_for_end(name)
+
+    def wait_for_end(self, name: str) -> None:
+        """Wait until a daemon has ended."""
+        end = time.monotonic() + PATIENCE
+        while find_daemon(find_processes(self.place), name):
+            require(time.monotonic() < end, f"{name} does not end")
+            time.sleep(0.02)
+
+    def require_part(self, name: str) -> None:
+        """Raise a `UserError` unless the cluster is up and has this part."""
+        require(self.is_up(), f"the cluster in {self.place.folder} is not up: "
+                "python -m workshop cluster up")
+        names = [part.name for part in self.parts()]
+        require(name in names, f"the cluster has no {name}: choose from "
+                f"{', '.join(names)}")
+
+    def down(self) -> bool:
+        """End the cluster and all its jobs, and remove its folder.
+
+        Returns:
+            Whether there was anything.
+        """
+        with self.locked():
+            there = self.place.read() is not None
+            kill_all(self.place)
+            self.remove()
+        return there
+
+    def remove(self) -> None:
+        """Remove the folder of a cluster that does not run.
+
+        Raises:
+            UserError: it is not a cluster's, or something cannot be removed.
+        """
+        settings = self.place.read()
+        if not settings:
+            with contextlib.suppress(OSError):  # mostly there is none
+                self.place.folder.rmdir()  # it is empty
+            return
+        kill_all(self.place)
+        if settings.limits_memory:
+            remove_cgroups(settings.prefix)
+        try:
+            # the mark last: what is left over can be removed again
+            for path in self.place.folder.iterdir():
+                if path != self.place.mark:
+                    remove_path(path)
+            shutil.rmtree(self.place.folder)
+        except OSError as error:
+            raise UserError(f"{error.filename} cannot be removed: "
+                            f"{error.strerror}") from error
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Let one command at a time change the cluster.
+
+        The folder above is locked, and removed if it is empty at the end.
+        """
+        above = self.place.folder.parent
+        opened = lock_folder(above)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # it is not empty
+                above.rmdir()
+            os.close(opened)
+
+
+def lock_folder(folder: Path) -> int:
+    """Make and lock a folder, in which no other user may write.
+
+    Returns:
+        The open folder.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    while True:
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be used: {error.strerror}: "
+                            "remove what has its name, or set TMPDIR"
+                            ) from error
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(opened), folder.stat()):
+                return opened
+        os.close(opened)  # another command has removed it meanwhile
+
+
+def remove_path(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def remove_cgroups(prefix: str) -> None:
+    """Remove the cgroups that SLURM leaves of nodes of this prefix."""
+    for top in Path("/sys/fs/cgroup/memory").glob(f"slurm_{prefix}*"):
+        folders = [Path(folder) for folder, *_ in os.walk(top, topdown=False)]
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                folder.rmdir()

@@ -1,0 +1,158 @@
+"""What a cluster has, and where its files are.
+
+Only the standard library, from Python 3.9 on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from backstage.errors import require
+
+FORMAT = 1  # of the mark, which holds the settings
+MOST_NODES = 4
+MOST_GPUS = 8
+LONGEST_PATH = 80  # sockets have at most 107 characters
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the nodes claim to have. Nothing of it needs to be real."""
+
+    nodes: int = 3
+    gpus: int = 4  # on each node
+    gpu_type: str = "h100"
+    cpus: int = 64
+    memory: int = 512_000  # MB
+    node_timeout: int = 30  # seconds after which a silent node is down
+    prefix: str = "node"  # of the nodes' names
+    limits_memory: bool = False  # by cgroups of version 1; for root alone
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the nodes."""
+        return [f"{self.prefix}{i}" for i in range(1, self.nodes + 1)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folder of a cluster."""
+
+    folder: Path
+
+    @property
+    def mark(self) -> Path:
+        """The file by which a folder is known to be a cluster's."""
+        return self.folder / "workshop-cluster.json"
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "etc" / "slurm.conf"
+
+    @property
+    def hosts(self) -> Path:
+        return self.folder / "etc" / "hosts"
+
+    @property
+    def key(self) -> Path:
+        return self.folder / "etc" / "munge.key"
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / "run" / "munge.sock"
+
+    @property
+    def bin(self) -> Path:
+        """SLURM's commands for a shell outside of the namespaces."""
+        return self.folder / "bin"
+
+    @property
+    def environment(self) -> Path:
+        """What a shell sources to use the cluster."""
+        return self.folder / "env.sh"
+
+    @property
+    def devices(self) -> Path:
+        return self.folder / "dev"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "log"
+
+    @property
+    def requests(self) -> Path:
+        """Files with the names of the parts that are to be started."""
+        return self.folder / "run" / "start"
+
+    @property
+    def started(self) -> Path:
+        """A file that is there once the parts have been started."""
+        return self.folder / "run" / "started"
+
+    def spool(self, node: str) -> Path:
+        return self.folder / "spool" / node
+
+    def make(self, settings: Settings) -> None:
+        """Make the folder with its mark, and the folders in it."""
+        self.folder.mkdir(mode=0o755)
+        text = json.dumps({"format": FORMAT, **asdict(settings)})
+        self.mark.write_text(text, "utf-8")  # even a truncated one is a mark
+        folders = [self.bin, self.config.parent, self.devices, self.logs,
+                   self.requests, self.folder / "state", self.folder / "lib",
+                   *map(self.spool, settings.names)]
+        for folder in folders:
+            folder.mkdir(parents=True)
+
+    def read(self) -> Settings | None:
+        """Return the settings of the cluster here; None if there is none.
+
+        Raises:
+            UserError: the folder is not that of a cluster.
+        """
+        if not self.mark.is_file():
+            files = []
+            with contextlib.suppress(FileNotFoundError):
+                files = os.listdir(self.folder)
+            require(not files, f"{self.folder} has no mark of a cluster "
+                    f"({self.mark.name}), so nothing in it is changed: move "
+                    "it away, or give another --name")
+            return None
+        try:
+            found = json.loads(self.mark.read_text("utf-8"))
+            if found.pop("format") == FORMAT:
+                return Settings(**found)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            pass  # of another version, or truncated: it can be removed
+        return Settings()
+
+
+def find_place(name: str) -> Place:
+    """Return the place of this user's cluster of that name.
+
+    Raises:
+        UserError: the name cannot be a folder's, or another user may change
+            the folder above it.
+    """
+    require(re.fullmatch(r"[a-z0-9][a-z0-9-]{0,19}", name),
+            f"a cluster's name is at most 20 small letters, digits and "
+            f"hyphens, not {name!r}")
+    # not Python's own choice: that is another folder if this one is full
+    temporary = os.environ.get("TMPDIR") or "/tmp"
+    require(re.fullmatch(rf"[\w./+-]{{1,{LONGEST_PATH - 40}}}", temporary),
+            f"SLURM's files cannot be in {temporary}, which is too long or "
+            "has unusual characters: set TMPDIR=/tmp")
+    above = Path(temporary) / f"workshop-cluster-{os.getuid()}"
+    try:
+        found = above.lstat()
+    except FileNotFoundError:
+        return Place(above / name)
+    require(stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+            and not found.st_mode & 0o022,
+            f"another user may write in {above}: remove it, or set TMPDIR")
+    return Place(above / name)
