@@ -1,4 +1,4 @@
-"""A SLURM of three nodes with four fake GPUs each, and a clone beside it."""
+"""A SLURM of three nodes with four simulated GPUs, and a clone beside it."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from conftest import (
     ENVIRONMENT,
     all_processes,
@@ -19,12 +20,14 @@ from conftest import (
 )
 from stages import Result, make_dataset
 
-from backstage import ROOT
+from backstage.errors import UserError
 from rankcheck.engine.ranks import Rank
 from rankcheck_testing.isolation import OWNER
 from rankcheck_testing.support import wait_for
+from workshop.cluster.control import Cluster
+from workshop.cluster.machine import require_namespaces
+from workshop.cluster.settings import Place, Settings
 
-LAB = ROOT / "tests" / "slurm" / "lab.sh"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 FLAGS = ("--preset", "tiny", "--data", "data", "--microbatch-size", 1,
          "--device", "cpu")  # the GPUs are not real
@@ -90,26 +93,15 @@ while echo "$@" && [ "$1" = dmon ]; do sleep 1; done
 class Slurm:
     """A cluster, and a clone of the repository that submits to it."""
 
-    def __init__(self, lab, repo):
-        self.lab_folder, self.repo = lab, repo
-        # "ns": each node has a hostname and an address of its own
-        isolates = subprocess.run(
-            ["unshare", "--net", "--mount", "--uts", "--pid", "true"],
-            capture_output=True).returncode == 0
-        self.mode = os.environ.get("LAB_MODE", "ns" if isolates else "flat")
-        name = "node" if self.mode == "ns" else "0x7f00000"
-        self.nodes = [f"{name}{number}" for number in (1, 2, 3)]
+    def __init__(self, folder, repo, settings):
+        self.folder, self.repo = folder, repo
+        self.cluster, self.nodes = Cluster(Place(folder)), settings.names
         self.env = {
             name: value for name, value in os.environ.items()
             if not name.startswith(("SLURM_", "SBATCH_", "WORKSHOP_"))
             and name != OWNER}
         self.env |= {"WORKSHOP": str(repo),  # as after activate.sh
-                     "SLURM_CONF": f"{lab}/etc/slurm.conf",
-                     "PATH": f"{lab}/bin:{os.environ['PATH']}"}
-
-    def lab(self, command, *arguments):
-        subprocess.run([LAB, command, self.lab_folder, *arguments],
-                       check=True, env={**self.env, "LAB_MODE": self.mode})
+                     **self.cluster.environment()}
 
     def __call__(self, *command, check=True, **variables):
         """Run a command in the folder of the clone; its result."""
@@ -196,10 +188,23 @@ def clone_course(clone):
     (clone / "fineweb" / "demo" / "manifest.json").touch()
 
 
+def needs_namespaces():
+    """Skip a test where this machine allows none; in CI it fails."""
+    try:
+        require_namespaces(os.geteuid() == 0)
+    except UserError as error:
+        end = pytest.fail if os.environ.get("CI") else pytest.skip
+        end(str(error))
+
+
 @contextmanager
 def start(**settings):
-    """The cluster. settings: of the lab, as in lab.sh."""
+    """The cluster of `python -m workshop cluster`, with these settings."""
     needs("slurmctld", "munged", "git")
+    needs_namespaces()
+    if settings.get("limits_memory"):  # the cgroups have the nodes' names
+        settings["prefix"] = f"lab{os.getpid()}-"
+    chosen = Settings(**settings)
     folder = Path(tempfile.mkdtemp(prefix="sl"))  # short, for unix sockets
     folder.chmod(0o755)
     repo = folder / "my clone"
@@ -210,11 +215,10 @@ def start(**settings):
         f'WORKSHOP_VENV="{sys.prefix}"\nPATH="{repo}/bin:$PATH"\n')
     commit_all(repo)
     make_dataset(folder / "data")
-    cluster = Slurm(folder / "lab", repo)
-    cluster.env |= settings
+    slurm = Slurm(folder / "lab", repo, chosen)
     try:
-        cluster.lab("up")
-        yield cluster
+        slurm.cluster.up(chosen)
+        yield slurm
     finally:
-        cluster.lab("down")
+        slurm.cluster.down()
         shutil.rmtree(folder)

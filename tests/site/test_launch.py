@@ -183,8 +183,6 @@ def test_a_job_of_two_nodes(slurm):
 
 def test_each_node_unpacks_an_archive(slurm, tmp_path):
     """Both a job of a batch file and launch: each node has its own disk."""
-    if slurm.mode != "ns":
-        pytest.skip("the nodes share their disks here")
     needs("uv")
     venv, folder = tmp_path / "venv", slurm.repo.parent
     disk, archive, script = (

@@ -188,8 +188,6 @@ bash "$WORKSHOP/batchfiles/pbs/batch-stage.sh"
 def test_on_two_nodes(slurm, tmp_path):
     """Each has as many ranks as the node file names it."""
     needs("mpiexec.mpich")
-    if slurm.mode != "ns":
-        pytest.skip("the nodes need hostnames of their own")
     program(tmp_path / "job.sh", ON_TWO_NODES)
     with slurm.counting("ddp"):
         job = slurm("sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1",

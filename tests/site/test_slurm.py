@@ -352,9 +352,8 @@ JOINS = ("from backstage import mpi\n"  # as stage mpi does, without torch
 def test_mpi_on_three_nodes(slurm, data, tmp_path, line):
     """By Open MPI: srun's PMIx says who is there, or mpirun; std's losses."""
     needs("mpiexec")
-    if slurm.mode != "ns" or (line and not list(
-            Path("/usr/lib").glob("*/pmix2"))):
-        pytest.skip("needs SLURM's PMIx, and a node of each rank's own")
+    if line and not list(Path("/usr/lib").glob("*/pmix2")):
+        pytest.skip("needs SLURM's PMIx")
     flags = ("--max-steps", 3, "--minibatch-size", 6)
     with site(slurm, line):
         job = slurm.submit("mpi", *FLAGS, *flags, **OPEN_MPI,
@@ -370,9 +369,9 @@ def test_mpi_on_three_nodes(slurm, data, tmp_path, line):
 def test_who_tells_mpi(slurm):
     """MPICH's: srun, which site.sh says to SLURM, else its mpirun."""
     needs("mpiexec.mpich")
-    library = slurm.lab_folder / "libmpi.so.12"  # as docs/launching.md says
+    library = slurm.folder / "libmpi.so.12"  # as docs/launching.md says
     library.symlink_to(next(Path("/usr/lib").glob("*/libmpich.so.12")))
-    own = program(slurm.lab_folder / "mpirun",
+    own = program(slurm.folder / "mpirun",
                   '#!/bin/sh\nexec mpiexec.mpich "$@"\n')
     with slurm.counting("mpi", JOINS):
         for line, state, said in (
@@ -415,7 +414,7 @@ def test_from_inside_another_job(slurm):
                  "solutions/train_gpt2_lit.py --run-dir", "torch 2."):
         assert what in log[:log.index("| step")]
     files = list(run.glob("gpus-*.txt"))
-    assert len(files) == (2 if slurm.mode == "ns" else 1)  # hostnames
+    assert len(files) == 2  # hostnames
     assert all("dmon" in file.read_text() for file in files)
     wait_for(lambda: not slurm.processes(job))
 
@@ -468,13 +467,12 @@ def test_the_doctor_as_a_job(slurm):
         "--gpus-per-node=0", "--ntasks-per-node=1", "--cpus-per-gpu=1"])
     state, log = slurm.wait(job)["JobState"], slurm.log(job)
     assert state == "COMPLETED", log
-    if slurm.mode == "ns":
-        for line, pattern in zip(re.findall("^ok     (.*)", log, re.M), (
-                "rank 0: local rank 0 on node1, cpu",
-                "rank 1: local rank 0 on node2, cpu",
-                "training: .*, the same weights on all ranks",
-                r"all-reduce: 2 ranks over gloo, 4 MB in [\d.]+ ms: [\d.]+ "
-                "GB/s per rank",
-                "node1 talks over eth0.*", "node2 talks over eth0.*"),
-                strict=True):
-            assert re.fullmatch(pattern, line)
+    for line, pattern in zip(re.findall("^ok     (.*)", log, re.M), (
+            "rank 0: local rank 0 on node1, cpu",
+            "rank 1: local rank 0 on node2, cpu",
+            "training: .*, the same weights on all ranks",
+            r"all-reduce: 2 ranks over gloo, 4 MB in [\d.]+ ms: [\d.]+ "
+            "GB/s per rank",
+            "node1 talks over eth0.*", "node2 talks over eth0.*"),
+            strict=True):
+        assert re.fullmatch(pattern, line)

@@ -81,7 +81,7 @@ class Starts:
 def overdue():
     """A job whose run never begins, on a cluster of its own: the shortest
     time that there is passes while the other tests run."""
-    with (start(LAB_NODES="1") as slurm,
+    with (start(nodes=1) as slurm,
           slurm.counting("std", SLOW.replace("6", "600"))):
         yield Starts(slurm, "std", "--max-steps", 1, options=["--time=1"])
 
@@ -368,13 +368,14 @@ def test_nothing_is_lost(slurm):
         job.get_going()
         job.kill(signal.SIGKILL)
         job.get_going()
-        for crash, node in (("kill-node", slurm.nodes[1]),
-                            ("kill-slurmd", slurm.nodes[0])):
-            slurm.lab(crash, node)
+        cluster = slurm.cluster
+        for crash, node in ((cluster.kill_node, slurm.nodes[1]),
+                            (cluster.kill_daemon, slurm.nodes[0])):
+            crash(node)
             slurm("scontrol", "update", f"nodename={node}", "state=down",
                   "reason=x")
             job.wait(lambda: slurm.job(job.job)["JobState"] != "RUNNING")
-            slurm.lab("start-node", node)  # it comes back
+            cluster.start_part(node)  # it comes back
             job.get_going()
         job.cancel()
         wait_for(lambda: not slurm.processes(job.job))
@@ -396,7 +397,7 @@ def test_it_uses_more_memory_than_it_asked_for():
     """At a site whose cgroups allow a job no more: it is not requeued."""
     if not os.access("/sys/fs/cgroup/memory/tasks", os.W_OK):
         pytest.skip("needs cgroups of version 1, which this user may write")
-    with (start(LAB_CGROUP="yes", LAB_NODES="1") as slurm,
+    with (start(limits_memory=True, nodes=1) as slurm,
           slurm.counting("std", "taken = b'x' * 2**30\n")):
         job = slurm.submit("std", options=[ONE_CORE, "--mem=400M"])
         state, log = slurm.wait(job)["JobState"], slurm.log(job)

@@ -241,7 +241,7 @@ class Job:
             stage, "" if fault == "dead node" else fault, self.mark))
         variables = {"PYTHONUNBUFFERED": "1"}
         if stage == "mpi":  # which srun starts with MPICH
-            library = self.slurm.lab_folder / "libmpi.so.12"
+            library = self.slurm.folder / "libmpi.so.12"
             library.unlink(missing_ok=True)
             library.symlink_to(MPICH)
             variables |= {"LD_LIBRARY_PATH": str(library.parent),
@@ -259,7 +259,7 @@ class Job:
     def crash(self):
         """The second node; it comes back when the job has gone."""
         self.node = self.slurm.nodes[1]
-        self.slurm.lab("kill-node", self.node)
+        self.slurm.cluster.kill_node(self.node)
 
     def why(self):
         return self.slurm(sys.executable, "-m", "workshop", "why", self.job,
@@ -273,7 +273,7 @@ class Job:
         if self.node:
             self.slurm("scontrol", "update", f"nodename={self.node}",
                        "state=down", "reason=x")
-            self.slurm.lab("start-node", self.node)
+            self.slurm.cluster.start_part(self.node)
             cluster.wait_for(lambda: "idle" in self.slurm(
                 "sinfo", "-h", "-n", self.node, "-o", "%T").stdout, 60)
 

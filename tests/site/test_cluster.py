@@ -1,0 +1,350 @@
+"""python -m workshop cluster: a SLURM of namespaces, and what is left of it.
+
+The batch files run on it in test_slurm.py and test_slurm_ends.py.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cluster import needs_namespaces, wait_for
+from conftest import CLONE_PATH, copy_course, needs
+
+from workshop.cluster.processes import find_processes
+from workshop.cluster.settings import Place
+
+pytestmark = pytest.mark.whole
+NOBODY = 65534
+
+
+@dataclass
+class Shell:
+    """A user's shell, in which `cluster` can be typed."""
+
+    temporary: Path  # its TMPDIR
+    start: tuple[str, ...] = ()  # what begins each command, such as setpriv
+    python: str = sys.executable
+    path: str = CLONE_PATH
+    user: int = os.getuid()
+
+    def folder(self, name="main"):
+        return self.temporary / f"workshop-cluster-{self.user}" / name
+
+    def __call__(self, *words, **variables):
+        """Run a command; its result."""
+        env = {name: value for name, value in os.environ.items()
+               if not name.startswith(("SLURM_", "SBATCH_"))}
+        env |= {"TMPDIR": str(self.temporary), "PYTHONPATH": self.path,
+                "PYTHONDONTWRITEBYTECODE": "1", **variables}
+        return subprocess.run(
+            [*self.start, *map(str, words)], cwd=self.temporary, env=env,
+            text=True, capture_output=True, timeout=300)
+
+    def cluster(self, *words, status=0):
+        """Run `python -m workshop cluster words...`; what it prints.
+
+        Where it fails, that is one line.
+        """
+        end = self(self.python, "-m", "workshop", "cluster", *words)
+        said = end.stdout + end.stderr
+        assert end.returncode == status, said
+        if status and words[0] != "status":
+            assert end.stderr.count("\n") == 1 and not end.stdout, said
+        return said
+
+    def run(self, command, name="main"):
+        """Run a line of bash in a shell that uses the cluster."""
+        return self("bash", "-c", f". '{self.folder(name)}/env.sh'; "
+                    + command).stdout
+
+    def processes(self, name="main"):
+        return find_processes(Place(self.folder(name)))
+
+
+@pytest.fixture
+def temporary():
+    """A folder with a short name, which any user may write in."""
+    needs("slurmctld", "munged")
+    needs_namespaces()
+    folder = Path(tempfile.mkdtemp(prefix="cl", dir="/tmp"))
+    folder.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def shell(temporary):
+    shell = Shell(temporary)
+    yield shell
+    shell.cluster("down")
+    has_left_nothing(shell)
+
+
+@pytest.fixture
+def ordinary(temporary):
+    """The shell of a user with no rights, in a clone that it may read."""
+    if os.getuid():
+        pytest.skip("needs root, to become another user")
+    python = "/usr/bin/python3"
+    needs(python, "setpriv")
+    copy_course(temporary / "clone", "backstage", "workshop")
+    clone = temporary / "clone"
+    shell = Shell(
+        temporary, ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}",
+                    "--clear-groups"),
+        python, f"{clone}:{clone}/rankcheck/src", NOBODY)
+    if shell("unshare", "--user", "--net", "true").returncode:
+        pytest.skip("this kernel has no user namespaces for everybody")
+    yield shell
+    shell.cluster("down")
+    has_left_nothing(shell)
+
+
+def has_left_nothing(shell):
+    """No process, no file; mounts and interfaces end with the namespaces."""
+    assert not shell.processes()
+    assert not shell.folder().parent.exists()
+    assert str(shell.temporary) not in Path("/proc/self/mounts").read_text()
+
+
+def works(shell, name="main"):
+    """All nodes run a task, as this user, each with its own GPUs."""
+    said = shell.run(
+        "srun --nodes=3 --gpus-per-node=2 --ntasks-per-node=1 sh -c "
+        "'echo $(hostname) $CUDA_VISIBLE_DEVICES $WORKSHOP_GPUS $(id -u)'",
+        name)
+    # an earlier job may still have some of the GPUs
+    assert [re.sub("[0-3],[0-3]", "GPUs", line) for line in sorted(
+        said.splitlines())] == [f"node{number} GPUs simulated {shell.user}"
+                                for number in (1, 2, 3)]
+    return True
+
+
+def test_up_and_down(shell):
+    """A shell evaluates what `up` prints; a job's nodes are as it asked."""
+    said = shell("bash", "-c", f'eval "$({shell.python} -m workshop cluster '
+                 'up --nodes=2 --gpus=1)" && sinfo -h -N -o "%N %G %T" && '
+                 "sbatch --wait -o log --wrap 'hostname; ip -o link | wc -l'",
+                 SBATCH_PARTITION="site's")
+    assert "2 nodes with 1 simulated GPUs each are up" in said.stderr
+    assert "node1 gpu:h100:1" in said.stdout, said
+    assert "node2 gpu:h100:1" in said.stdout
+    assert (shell.temporary / "log").read_text() == "node1\n2\n"
+    status = shell.cluster("status")
+    assert status.count("ok ") == 4 and "FAIL" not in status
+    assert "with other settings" in shell.cluster("up", "--nodes=3", status=1)
+    shell.cluster("up")  # it is up already, and stays
+    shell.cluster("down")
+    has_left_nothing(shell)
+    assert "no cluster in" in shell.cluster("status", status=1)
+    assert "there is no cluster main" in shell.cluster("down")
+
+
+def test_an_ordinary_user(ordinary, shell):
+    """Beside another user; and a node that crashes comes back."""
+    ordinary.cluster("up")
+    shell.cluster("up")
+    assert works(ordinary) and works(shell)
+    assert "CapEff:\t0000000000000000" in ordinary.run(
+        "srun grep CapEff /proc/self/status")
+    shell.cluster("down")
+    ordinary.cluster("kill", "node2")
+    assert "FAIL  node2" in ordinary.cluster("status", status=1)
+    ordinary.cluster("start", "node2")
+    assert works(ordinary)
+
+
+def test_two_clusters(shell):
+    """Each has its jobs, and the end of one is not that of the other."""
+    shell.cluster("up")
+    shell.cluster("up", "--name=other")
+    assert shell.run("sbatch --parsable --wrap 'sleep 600'").strip().isdigit()
+    assert shell.run("squeue -h", "other") == ""
+    shell.cluster("down", "--name=other")
+    wait_for(lambda: shell.run("squeue -h -o %T").strip() == "RUNNING", 60)
+
+
+PARTS = {  # of a process's words -> what `status` names, and what `up` starts
+    "munged": ["munged"], "slurmctld": ["slurmctld"], "slurmd": ["node2"],
+    "a node's unshare": ["node2"], "a node's first process": ["node2"],
+    "unshare": ["munged", "slurmctld", "node1", "node2", "node3"],
+    "the first process": ["munged", "slurmctld", "node1", "node2", "node3"]}
+
+
+def find_part(shell, part):
+    """The process of that name."""
+    kind = "node" if "node" in part else "cluster"
+    for process in shell.processes():
+        words = process.words
+        if part in ("munged", "slurmctld"):
+            if process.program == part:
+                return process.pid
+        elif part == "slurmd":
+            if process.program == part and "node2" in words:
+                return process.pid
+        elif kind in words and (kind == "cluster" or "node2" in words):
+            if ("unshare" in part) == (process.program == "unshare"):
+                return process.pid
+    raise AssertionError(f"no {part}: {shell.processes()}")
+
+
+def test_each_part_is_killed(shell):
+    """`status` names what does not run, and `up` starts it again."""
+    shell.cluster("up")
+    for part, names in PARTS.items():
+        os.kill(find_part(shell, part), signal.SIGKILL)
+        wait_for(lambda: not {*names} & {  # noqa: B023
+            process.program for process in shell.processes()}, 30)
+
+        def broken():
+            said = shell("sh", "-c", f"{shell.python} -m workshop cluster "
+                         "status").stdout
+            return [line.split()[1] for line in said.splitlines()
+                    if line.startswith("FAIL")]
+
+        wait_for(lambda: broken() == names, 30, broken)  # noqa: B023
+        if part == "the first process":
+            said = shell.run("sbatch --wrap true 2>&1")
+            assert said.count("\n") == 1 and "is not up: python -m" in said
+        shell.cluster("up")
+        assert works(shell)
+
+
+def test_ten_random_kills_leave_nothing(shell):
+    """Of any process of the cluster, also those of a job."""
+    chance = random.Random(10)
+    for _ in range(10):
+        shell.cluster("up")
+        shell.run("sbatch --nodes=3 --output=/dev/null --wrap "
+                  "'srun sleep 600 & sleep 600'")
+        processes = sorted(shell.processes(), key=lambda found: found.pid)
+        os.kill(chance.choice(processes).pid, signal.SIGKILL)
+    shell.cluster("down")
+    has_left_nothing(shell)
+    assert not subprocess.run(["pgrep", "-f", f"^sleep 600.*{shell.folder()}"],
+                              capture_output=True).stdout
+
+
+def test_after_a_restart_of_the_machine(shell):
+    """The folder is there, and its processes are not."""
+    shell.cluster("up")
+    mark = Place(shell.folder()).mark
+    os.kill(find_part(shell, "the first process"), signal.SIGKILL)
+    wait_for(lambda: not shell.processes(), 30)
+    assert "FAIL  slurmctld" in shell.cluster("status", status=1)
+    assert "is not up" in shell.cluster("kill", "node1", status=1)
+    mark.write_text('{"format"')  # its last write has not come to its end
+    shell.cluster("up")
+    assert works(shell)
+
+
+def test_what_is_not_a_clusters_stays(shell):
+    """A folder without its mark, and a link in the place of the folder."""
+    shell.folder().mkdir(parents=True)
+    shell.folder().parent.chmod(0o700)
+    mine = shell.folder() / "mine"
+    mine.touch()
+    for action in "up", "down", "status":
+        end = shell(shell.python, "-m", "workshop", "cluster", action)
+        assert end.returncode == 1 and "has no mark of a cluster" in end.stderr
+        assert end.stderr.count("\n") == 1
+    assert mine.exists()
+    shutil.rmtree(shell.folder().parent)
+    elsewhere = shell.temporary / "elsewhere"
+    elsewhere.mkdir()
+    shell.folder().parent.symlink_to(elsewhere)
+    assert "another user may write" in shell.cluster("up", status=1)
+    shell.folder().parent.unlink()
+    assert not [*elsewhere.iterdir()]
+
+
+@pytest.mark.parametrize("room", ["1M", "80M"])
+def test_a_full_disk(shell, room):
+    """Before it starts; and later, when SLURM says it of a job."""
+    if os.getuid():
+        pytest.skip("needs root, to make a small disk")
+    end = shell("unshare", "--mount", "sh", "-c", f"""
+        mount -t tmpfs -o size={room} none {shell.temporary}
+        cd {shell.temporary}
+        {shell.python} -m workshop cluster up >/dev/null && {{
+            head -c 99M /dev/zero >large
+            . {shell.folder()}/env.sh
+            sbatch --output=/dev/null --wrap true
+            {shell.python} -m workshop cluster down; }}
+        ls -A""")
+    said = end.stderr.splitlines()
+    if room == "1M":
+        assert len(said) == 1 and said[0].startswith(
+            "error: no space left on device: the cluster needs 50 MB in ")
+        assert end.stdout == ""
+    else:
+        assert "I/O error writing script" in end.stderr
+        assert said[-1] == "cluster main is down"
+        assert end.stdout.split() == ["large"]
+
+
+def without(program, command):
+    """The command, on a machine without this program."""
+    return ("unshare", "--mount", "sh", "-c", f"""
+        mount --bind /dev/null "$(readlink -f "$(command -v {program})")"
+        exec {command}""")
+
+
+@pytest.mark.parametrize(("program", "package"), [
+    ("slurmctld", "slurm-wlm"), ("munged", "munge"), ("ip", "iproute2")])
+def test_a_program_that_is_not_installed(shell, program, package):
+    if os.getuid():
+        pytest.skip("needs root, to hide a program")
+    end = shell(*without(program, f"{shell.python} -m workshop cluster up"),
+                PATH=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    assert end.returncode == 1 and end.stderr.count("\n") == 1
+    assert end.stderr.startswith(f"error: {program} not installed: sudo apt-")
+    assert f"--no-install-recommends {package} (" in end.stderr
+
+
+@pytest.mark.parametrize(("limits", "advice"), [
+    ("echo 0 >/proc/sys/user/max_user_namespaces",
+     "sudo sysctl -w user.max_user_namespaces=15000"),
+    ("echo 0 >/proc/sys/user/max_net_namespaces", "docs/cluster.md says how")])
+def test_namespaces_are_forbidden(ordinary, limits, advice):
+    """The line says by what, and what to type."""
+    end = ordinary(
+        "unshare", "--user", "--map-current-user", "--keep-caps", "sh", "-c",
+        f"""{limits} && exec setpriv --ambient-caps=-all --inh-caps=-all \
+            {ordinary.python} -m workshop cluster up""")
+    assert end.returncode == 1 and end.stderr.count("\n") == 1, end.stderr
+    assert advice in end.stderr and "sudo -s" in end.stderr
+    assert not ordinary.folder().parent.exists()
+
+
+def test_the_command_line(shell):
+    for words, said in {
+            ("up", "--nodes=5"): "--nodes is a number from 1 to 4",
+            ("up", "--gpus=0"): "--gpus is a number from 1 to 8",
+            ("up", "--name=../x"): "a cluster's name is at most 20",
+            ("kill",): "cluster kill takes a node, such as node2",
+            ("down", "node2"): "cluster down takes no node",
+            ("kill", "node2"): "is not up: python -m workshop cluster up",
+            }.items():
+        assert said in shell.cluster(*words, status=1)
+
+
+def test_the_settings_are_kept(shell):
+    """A cluster that is started again is as large as it was."""
+    shell.cluster("up", "--nodes=1", "--gpus=3")
+    os.kill(find_part(shell, "the first process"), signal.SIGKILL)
+    wait_for(lambda: not shell.processes(), 30)
+    shell.cluster("up")
+    kept = json.loads(Place(shell.folder()).mark.read_text())
+    assert (kept["nodes"], kept["gpus"]) == (1, 3)
+    assert shell.run("sinfo -h -N -o '%N %G'").split("\n")[0].strip(
+        ) == "node1 gpu:h100:3"
