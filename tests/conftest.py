@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import pwd
 import re
 import shutil
 import subprocess
@@ -60,7 +61,10 @@ def copy_course(clone, *names):
     """
     made = shutil.ignore_patterns("__pycache__", "demo", "edu_*", ".cache",
                                   ".checked.json", ".originals.json", "tests")
-    for name in (*names, *["rankcheck"] * ("workshop" in names)):
+    needed = []
+    if "workshop" in names:
+        needed = ["rankcheck", "notebooks/course_messages.py"]
+    for name in (*names, *needed):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, clone / name, ignore=made)
@@ -75,6 +79,22 @@ def copy_desk(clone, *more, stage="std"):
     shutil.copy(clone / "solutions" / f"train_gpt2_{stage}.py",
                 clone / "code" / "train_gpt2.py")
     return clone
+
+
+def find_python(minor: int) -> "str | None":
+    """Return the command of this machine's Python 3.MINOR, if there is one."""
+    home = Path(pwd.getpwuid(os.getuid()).pw_dir)  # not that of the suite
+    pyenv = Path(os.environ.get("PYENV_ROOT", home / ".pyenv"))
+    installed = sorted(pyenv.glob(f"versions/3.{minor}.*/bin/python"))
+    for name in (f"python3.{minor}", *map(str, installed)):
+        try:
+            end = subprocess.run([name, "-c", ""], check=False,
+                                 capture_output=True)
+        except OSError:
+            continue
+        if end.returncode == 0:
+            return name
+    return None
 
 
 def read_book(path):
@@ -326,16 +346,34 @@ def mpich(tmp_path_factory):
     return {"LD_LIBRARY_PATH": str(folder)}
 
 
+def make_old_portal(folder: Path) -> bool:
+    """Make an environment of Python 3.9 with ipykernel; returns if it can."""
+    old = find_python(9)
+    if old is None:
+        return False
+    made = subprocess.run([old, "-m", "venv", folder], check=False)
+    if made.returncode != 0:
+        return False
+    installed = subprocess.run(
+        [folder / "bin" / "python", "-m", "pip", "install", "-q",
+         "ipykernel"], check=False)
+    return installed.returncode == 0
+
+
 @pytest.fixture(scope="session")
 def portal(tmp_path_factory):
-    """A Python with ipykernel but no torch, like a portal's kernel."""
+    """A Python with ipykernel but no torch, like a portal's kernel.
+
+    It is Python 3.9 if there is one, and ipykernel can be installed.
+    """
     folder = tmp_path_factory.mktemp("portal")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder],
-                   check=True)
-    site, = folder.glob("lib/python*/site-packages")
-    link_package("ipykernel", site)
+    if not make_old_portal(folder):
+        subprocess.run([sys.executable, "-m", "venv", "--clear",
+                        "--without-pip", folder], check=True)
+        site, = folder.glob("lib/python*/site-packages")
+        link_package("ipykernel", site)
     kernel = folder / "share" / "jupyter" / "kernels" / "python3"
-    kernel.mkdir(parents=True)
+    kernel.mkdir(parents=True, exist_ok=True)
     python = folder / "bin" / "python"
     (kernel / "kernel.json").write_text(json.dumps({
         "argv": [str(python), "-m", "ipykernel_launcher", "-f",

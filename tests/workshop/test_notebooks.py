@@ -28,9 +28,9 @@ from rankcheck.verification.command import verify
 from slides import figures, schedules
 from workshop.diff import checked, desk, documents, page, render
 from workshop.diff.diff import Diff
-from workshop.notebook import cells, following, magics, pictures
+from workshop.notebook import cells, following, frontend, magics, pictures
 from workshop.notebook import lab as opener
-from workshop.notebook.shown import COMPLAINT
+from workshop.notebook.shown import COMPLAINT, Shown
 from workshop.results import plot as panels
 from workshop.stages import LESSONS, STAGES
 
@@ -166,7 +166,6 @@ def test_a_check_is_read_aloud_a_line_at_a_time(monkeypatch):
 
 
 def test_a_view_follows_the_script_once_it_is_whole(monkeypatch):
-    import IPython
     looks, done = iter(["old", "old", "emptied", "new", "new"]), Event()
 
     def saved_at():
@@ -177,11 +176,11 @@ def test_a_view_follows_the_script_once_it_is_whole(monkeypatch):
         return look
 
     shown = []
-    handle = SimpleNamespace(update=shown.append)
-    monkeypatch.setattr(IPython, "get_ipython", lambda: True)
-    monkeypatch.setattr(IPython.display, "display", lambda *_, **__: handle)
+    monkeypatch.setattr(frontend, "current", SimpleNamespace(
+        is_notebook=True, display=lambda *_: None,
+        update=lambda bundle, _: shown.append(bundle["text/plain"])))
     monkeypatch.setattr(following, "saved_at", saved_at)
-    following.follow_script(lambda: "view")
+    following.follow_script(lambda: Shown("", "view"))
     assert done.wait(60)
     assert shown == ["view"]
 
@@ -632,8 +631,9 @@ def test_all_that_is_shown_can_be_read(executed, page, lab, tmp_path):
     lesson.can_be_read(1000)
 
 
-def test_lessons_say_what_is_wrong_in_a_line(repo, execute, monkeypatch):
-    """Without an environment, SLURM and a script that is Python."""
+@pytest.fixture
+def bare(repo, monkeypatch):
+    """The copy, without SLURM and a script that is Python; a run has begun."""
     programs = repo / "bin"
     programs.mkdir()
     for name in ("bash", "env", "tail"):
@@ -642,23 +642,45 @@ def test_lessons_say_what_is_wrong_in_a_line(repo, execute, monkeypatch):
     monkeypatch.setenv("SHELL", str(programs / "bash"))  # what ! starts
     (repo / "runs" / "just-begun").mkdir(parents=True)
     (repo / "code" / "train_gpt2.py").write_text("def main()\n")
-    books = {name: {calls(cell).split("(")[0].split()[0]: cell
-                    for cell in code_of(name)}.values() for name in (
-        "start_here", "diff_ddp", "results", "collectives", "hangs", "batch",
-        "one_gpu", "your_model")}  # a cell of each kind
-    shown = [*chain(*map(dict.items, execute(repo, books)[1].values()))]
-    for complaint, kinds in (
-            ("source activate.sh", (
-                "check", "doctor", "train", "%%ranks", "plant", "experiment",
-                "verify", "torchrun", "step")),
-            ("Not Python yet, line 1", ("diff",)),
-            ("There is no SLURM", ("slurm", "queue", "submit")),
-            ("no job of yours has written a log yet", ("log",)),
-            ("runs/just-begun: there is no hyperparameters.json", (
-                "runs", "plot"))):
-        for kind in kinds:
-            said = [text for source, text in shown if source.startswith(kind)]
-            assert said and all(complaint in text for text in said), kind
+    return repo
+
+
+def kind_of(cell):
+    """The first function or magic of a cell."""
+    return calls(cell).split("(")[0].split()[0]
+
+
+def test_lessons_say_what_is_wrong_in_a_line(bare, execute):
+    (bare / "site.sh").write_text(
+        f"WORKSHOP_VENV={sys.prefix}\nexport PATH={bare}/bin\n")
+    expected = {
+        "diff": "Not Python yet, line 1", "slurm": "There is no SLURM",
+        "queue": "There is no SLURM", "submit": "There is no SLURM",
+        "log": "no job of yours has written a log yet",
+        "runs": "runs/just-begun: there is no hyperparameters.json",
+        "plot": "runs/just-begun: there is no hyperparameters.json"}
+    books = {name: [cell for cell in code_of(name)
+                    if kind_of(cell) in expected]
+             for name in ("diff_ddp", "results")}
+    shown = [*chain(*map(dict.items, execute(bare, books)[1].values()))]
+    for kind, complaint in expected.items():
+        said = [text for source, text in shown if source.startswith(kind)]
+        assert said and all(complaint in text for text in said), kind
+
+
+def test_lessons_without_an_environment_say_so_in_a_line(bare, execute):
+    books = {name: {kind_of(cell): cell for cell in code_of(name)}.values()
+             for name in ("start_here", "diff_ddp", "results", "collectives",
+                          "hangs", "batch", "one_gpu", "your_model")}
+    kinds = set()
+    for shown in execute(bare, books)[1].values():
+        for source, text in shown.items():
+            kind = re.match(r"\W*(\w+)", source)[1]
+            if kind in ("load_ext", "remove"):  # the next cell says it
+                continue
+            kinds.add(kind)
+            assert "source activate.sh" in text, source
+    assert {"diff", "check", "ranks", "train", "plant", "runs"} <= kinds
 
 
 def test_a_message_in_a_cell_names_what_one_can_call_there():

@@ -243,7 +243,7 @@ def test_the_map_has_a_line_for_each_module():
     for line in re.findall(r"^ +(\S+\.py) ", text, re.M):
         assert any(str(path).endswith(f"/{line}") for path in (
             *MODULES.values(), *ROOT.glob("slides/*.py"),
-            *ROOT.glob("code/*.py"), *ROOT.glob("notebooks/*/*.py"))), line
+            *ROOT.glob("code/*.py"), *ROOT.glob("notebooks/**/*.py"))), line
 
 
 def test_git_keeps_nothing_that_attendees_make():

@@ -1,4 +1,4 @@
-"""Find and run the workshop's own Python from another, a portal's kernel."""
+"""Runs programs of the course with this Python, and this clone's modules."""
 
 from __future__ import annotations
 
@@ -12,50 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from backstage import ROOT
-from backstage.errors import UserError
 from rankcheck.engine.exits import SAID
 from rankcheck.system.errors import KILLED
 from workshop import SOURCES
 
 PACKAGES = ("torch", "numpy", "tiktoken", "tyro", "matplotlib")
-HAS_PACKAGES = ("import importlib.util, sys; sys.exit(not all("
-                f"importlib.util.find_spec(name) for name in {PACKAGES}))")
-
-# What activate.sh does if everything is set up. The site's modules come first,
-# because the environment's Python may need their libraries.
-FROM_SITE = """
-[ ! -f site.sh ] || . ./site.sh
-venv=${WORKSHOP_VENV:-.venv}
-case $venv in "~"/*) venv=$HOME/${venv#"~"/} ;; esac
-case $venv in *.tar | *.tar.*)
-    venv=$(bash -p setup.sh unpack "$venv") || exit ;;
-esac
-exec "$venv/bin/python" "$@"
-"""
-
-
-def find() -> list[str]:
-    """The command that starts the workshop's Python, a list.
-
-    Raises `UserError` if there is none.
-    """
-    candidates = [[sys.executable]]
-    if os.environ.get("VIRTUAL_ENV"):
-        candidates.append([os.environ["VIRTUAL_ENV"] + "/bin/python"])
-    candidates.append(["bash", "-lc", FROM_SITE, "bash"])
-    for command in candidates:
-        try:
-            probe = subprocess.run(
-                [*command, "-c", HAS_PACKAGES], cwd=ROOT, env=variables(),
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, check=False)
-        except OSError:  # there is no such program
-            continue
-        if probe.returncode == 0:
-            return command
-    raise UserError(
-        "the workshop's environment does not exist yet: run `source "
-        f"activate.sh` in a terminal, in {ROOT}")
 
 
 def archive() -> str:
@@ -66,7 +27,7 @@ def archive() -> str:
 
 
 def variables() -> dict[str, str]:
-    """Its environment variables: as in activate.sh, without a kernel's.
+    """Environment variables: as in activate.sh, without a kernel's.
 
     A kernel asks for colours, and a cell of ours shows their codes.
     """
@@ -106,10 +67,9 @@ def sbatch_variables() -> dict[str, str]:
 
 
 def run(*arguments: object, on_line: Callable[[str], object]) -> int:
-    """Run `python arguments...` there; returns its exit status.
+    """Run `python arguments...`; returns its exit status.
 
     on_line: a function that gets each line that it prints, as it comes.
-    Raises `UserError` if there is no environment.
     """
     with start(*arguments, stdin=subprocess.DEVNULL, alone=False) as process:
         printed = process.stdout
@@ -129,15 +89,14 @@ def run(*arguments: object, on_line: Callable[[str], object]) -> int:
 
 def start(*arguments: object, stdin: int = subprocess.PIPE,
           alone: bool = True) -> subprocess.Popen[str]:
-    """Start `python arguments...` there: a process with pipes, for a dialogue.
+    """Start `python arguments...`: a process with pipes, for a dialogue.
 
     alone: in a session of its own, Ctrl-C, or a kernel's stop button, does not
-    reach it; it must exit when its input is closed. Raises `UserError` if
-    there is no environment.
+    reach it; it must exit when its input is closed.
     """
     return subprocess.Popen(
-        [*find(), *map(str, arguments)], cwd=ROOT, env=variables(), text=True,
-        errors="replace", stdin=stdin, stdout=subprocess.PIPE,
+        [sys.executable, *map(str, arguments)], cwd=ROOT, env=variables(),
+        text=True, errors="replace", stdin=stdin, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, start_new_session=alone)
 
 

@@ -1,7 +1,7 @@
 """The functions that the cells of the lessons call.
 
-They work in any kernel: whatever needs torch runs in the course's own
-interpreter. An error is shown as one line.
+They run in the server of a kernel, and in a terminal: what needs torch runs in
+a process of its own. An error is shown as one line.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from backstage.errors import UserError, require
+from backstage.errors import require
 from backstage.files import show_path
 from rankcheck.system.errors import read_regular
 from workshop.board import Board
@@ -24,7 +24,7 @@ from workshop.html import paragraph
 from workshop.instructor import classroom
 from workshop.jobs import interpreter
 from workshop.jobs.originals import require_originals
-from workshop.notebook import following, lab, magics, pictures
+from workshop.notebook import following, frontend, lab, magics, pictures
 from workshop.notebook.jobs import log, queue, slurm, submit  # noqa: F401
 from workshop.notebook.planted import plant, unplant, why  # noqa: F401
 from workshop.notebook.shown import (
@@ -50,7 +50,7 @@ from workshop.why import measured_speeds
 
 @functools.lru_cache(1)  # a site.sh may load modules, which takes seconds
 def site_variables():
-    """What site.sh exports; the class's folder then is this kernel's, too."""
+    """What site.sh exports; the class's folder then is this process's, too."""
     found = interpreter.site_variables()
     if found.get("WORKSHOP_CLASS"):
         os.environ["WORKSHOP_CLASS"] = found["WORKSHOP_CLASS"]
@@ -278,16 +278,12 @@ def occupancy():
     run_and_show("-m", "notebooks.experiments.kernels")
 
 
-def load_ipython_extension(ipython):
-    """Called by `%load_ext workshop.notebook.cells`."""
-    ipython.register_magic_function(magics.ranks, "cell")
-    ipython.register_magic_function(magics.mpi, "cell")
+def load_extension():
+    """What `%load_ext lesson` does besides defining the magics."""
     if following.pulse():
-        from IPython.display import display
-
-        display(Shown(page.texts(following.pulse()), ""))
-    with contextlib.suppress(UserError):  # the first cell will tell
-        magics.warm.start()
+        script = Shown(page.texts(following.pulse()), "")
+        frontend.Output(script.bundle())
+    magics.warm.start()
 
 
 @in_one_line

@@ -1,6 +1,6 @@
 """Views that follow the script: shown anew whenever it is saved.
 
-If the page was reloaded or the kernel died, the view marks itself as stale.
+If the page was reloaded or this process died, the view marks itself as stale.
 """
 
 import atexit
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from backstage import ROOT
 from workshop.diff import checked, page
+from workshop.notebook import frontend
 from workshop.notebook.shown import Shown
 from workshop.stages import DESK
 
@@ -27,21 +28,16 @@ def follow_script(view):
     """
     global followed
     followed, seen = view, saved_at()
-    try:
-        from IPython import get_ipython
-        from IPython.display import display
-    except ImportError:
+    if not frontend.current.is_notebook:
         return view()
-    if get_ipython() is None:
-        return view()
-    handle = display(alive(view()), display_id=True)
+    output = frontend.Output(alive(view()).bundle())
 
     def follow():
         for is_new in saves(seen):
             if followed is not view:
                 return
             if is_new:
-                handle.update(alive(view()))
+                output.update(alive(view()).bundle())
 
     threading.Thread(target=follow, daemon=True).start()
     return None
@@ -57,7 +53,7 @@ def alive(shown):
 
 @functools.lru_cache(1)
 def pulse():
-    """Begin to write the time into a file, for views that follow this kernel.
+    """Begin to write the time into a file, for the views that are shown anew.
 
     Returns its path in JupyterLab, or "" if it can have none.
     """

@@ -1,12 +1,10 @@
 """The cells that submit a job to SLURM, and watch it."""
 
-import _thread
 import os
 import re
 import shlex
 import shutil
 import subprocess
-import threading
 from pathlib import Path
 
 from backstage import ROOT
@@ -14,6 +12,7 @@ from backstage.errors import require
 from backstage.files import show_path
 from workshop.jobs import interpreter
 from workshop.jobs.doctor import ask_slurm
+from workshop.notebook import frontend
 from workshop.notebook.shown import (
     in_one_line,
     show_output,
@@ -57,25 +56,13 @@ def submit(name, flags="", options=""):
     os.environ.update(interpreter.sbatch_variables())
     ask_slurm()  # if it refuses, there is nothing to ask
     command = shlex.join(["sbatch", *options, f"batch-{name}.sh", *flags])
-    sure = answer(f"Submit a job, `{command}`? [y/N] ")
+    sure = frontend.current.ask(f"Submit a job, `{command}`? [y/N] ", 60)
     if sure.strip().lower() not in ("y", "yes"):
         return show_text(f"Nothing is submitted: `{command}` needs a y.\nIf "
                          "JupyterLab runs no other cell, press Enter in the "
                          "box above.")
     return ask("sbatch", *options,
                ROOT / "batchfiles" / f"batch-{name}.sh", *flags)
-
-
-def answer(question, seconds=60):
-    """What is answered; "" if nothing is, as in Run > Run All Cells."""
-    timer = threading.Timer(seconds, _thread.interrupt_main)
-    timer.start()
-    try:
-        return input(question)
-    except (EOFError, KeyboardInterrupt, NotImplementedError, RuntimeError):
-        return ""
-    finally:
-        timer.cancel()
 
 
 @in_one_line

@@ -8,7 +8,7 @@ from typing import Any
 from backstage.errors import UserError
 from workshop.diff import page
 from workshop.jobs import interpreter
-from workshop.notebook import pictures
+from workshop.notebook import frontend, pictures
 from workshop.notebook.shown import complaint, live, show_output
 
 
@@ -29,8 +29,6 @@ def mpi(line, cell):
 
 
 def run(name, line, cell):
-    from IPython.display import display
-
     try:
         found = re.fullmatch("([1-8])?(?: ([1-9][0-9]{0,3}))?",
                              " ".join(line.split()))
@@ -39,7 +37,7 @@ def run(name, line, cell):
                             "1 to 8")
         run_ranks(name, cell, int(found[1] or 4), int(found[2] or 20))
     except UserError as error:
-        display(complaint(error))
+        frontend.Output(complaint(error).bundle())
 
 
 class Warm:
@@ -48,7 +46,7 @@ class Warm:
     process: Any = None  # of interpreter.start, with its pipes
 
     def start(self):
-        """Start it, if it is not there. Raises `UserError`."""
+        """Start it, if it is not there."""
         if self.process is None or self.process.poll() is not None:
             self.process = interpreter.start("-m", "workshop.notebook.ranks")
 

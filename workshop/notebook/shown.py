@@ -11,11 +11,11 @@ import shlex
 import time
 
 from backstage.errors import UserError, require
+from notebooks.course_messages import COMPLAINT
 from workshop.diff import page
 from workshop.html import paragraph, scrolling
 from workshop.jobs import interpreter
-
-COMPLAINT = "application/x-workshop-complaint"  # docs/rehearse.sh looks for it
+from workshop.notebook import frontend
 
 
 class Shown:
@@ -27,11 +27,12 @@ class Shown:
     def __init__(self, html, text, **more):
         self.html, self.text, self.more = html, text, more
 
+    def bundle(self):
+        """What a frontend shows, by MIME type."""
+        return {"text/html": self.html, "text/plain": self.text, **self.more}
+
     def _repr_html_(self):
         return self.html
-
-    def _repr_mimebundle_(self, **kwargs):
-        return self.more
 
     def __repr__(self):
         return self.text
@@ -144,6 +145,8 @@ def in_one_line(function):
             return function(*args, **options)
         except UserError as error:
             return complaint(error)
+
+    call.is_cell = True
     return call
 
 
@@ -160,19 +163,17 @@ def live(make):
 
     It does so a few times a second at most, but always with now=True.
     """
-    from IPython.display import display
-
-    handle, last = None, 0.0
+    output, last = None, 0.0
 
     def show(now=False):
-        nonlocal handle, last
+        nonlocal output, last
         if not now and time.monotonic() - last < 0.3:
             return
         last = time.monotonic()
-        if handle is None:
-            handle = display(make(), display_id=True)
+        if output is None:
+            output = frontend.Output(make().bundle())
         else:
-            handle.update(make())
+            output.update(make().bundle())
 
     return show
 
