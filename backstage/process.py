@@ -38,8 +38,8 @@ SCHEDULERS = {"SLURM": "SLURM_JOB_ID", "PBS": "PBS_JOBID"}
 # torchrun's names: a process has all that are NEEDED, or none of SIZES.
 SIZES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 NEEDED = (*SIZES[:3], "MASTER_ADDR", "MASTER_PORT")
-# The nodes of `python -m workshop cluster` say by this variable that neither
-# their GPUs nor most of their cores are real
+# The nodes of a cluster on one machine say by this variable that neither their
+# GPUs nor most of their cores are real
 GPUS, SIMULATED = "WORKSHOP_GPUS", "simulated"
 CHOSEN: list[str] = []  # what `use_cores` has set OMP_NUM_THREADS to
 

@@ -1,7 +1,7 @@
 """The folder in which a script is tried, and the runs that are made in it.
 
-Verify and the course's check are clients of this: each names a script, its
-flags, what is recorded and what the ranks may take.
+A client names a script, its flags, what is recorded and what the ranks may
+take; verify is one.
 """
 
 from __future__ import annotations
