@@ -21,14 +21,18 @@ def test_mypy_finds_nothing(tmp_path):
 
 
 @pytest.mark.whole
-def test_mypy_names_a_wrong_call_of_a_seam(tmp_path):
-    """A text where a public function of backstage takes a number."""
+def test_mypy_names_wrong_calls_of_the_seams(tmp_path):
+    """A text for a number, and a number for a text."""
     needs("mypy")
     script = tmp_path / "wrong.py"
     script.write_text("from backstage.flops import padded_vocab_size\n"
-                      "padded_vocab_size('257')\n")
+                      "from workshop.stages import find\n"
+                      "padded_vocab_size('257')\n"
+                      "find(3)\n")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--cache-dir", tmp_path, script],
         cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert '"padded_vocab_size" has incompatible type "str"' in done.stdout
+    for words in ('"padded_vocab_size" has incompatible type "str"',
+                  '"find" has incompatible type "int"'):
+        assert words in done.stdout
