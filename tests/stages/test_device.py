@@ -68,7 +68,7 @@ def test_a_gpu_job_does_not_train_on_the_cpu(
     with pytest.raises(UserError, match=(
             r"\(SLURM_GPUS_ON_NODE=4\).* PyTorch "
             + re.escape(torch.__version__)
-            + ".*workshop doctor.*--device cpu")):
+            + ".*fits the driver.*--device cpu")):
         parsed()
     with pytest.raises(UserError, match="has GPUs"):
         lightning.get_world(SimpleNamespace(device="auto", devices=1))
