@@ -3,6 +3,8 @@
 If the page was reloaded or this process died, the view marks itself as stale.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import functools
@@ -10,7 +12,9 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from backstage import ROOT
 from workshop.diff import checked, page
@@ -18,10 +22,13 @@ from workshop.notebook import frontend
 from workshop.notebook.shown import Shown
 from workshop.stages import DESK
 
-followed = None  # the view that is shown anew; there is one at a time
+Saved = list[tuple[Path, int, int, int]]  # see `saved_at`
+
+# the view that is shown anew; there is one at a time
+followed: Callable[[], Shown] | None = None
 
 
-def follow_script(view):
+def follow_script(view: Callable[[], Shown]) -> Shown | None:
     """Show view() in the cell, and again whenever the script is saved.
 
     Returns view() where nothing can be shown again, outside of a notebook.
@@ -32,7 +39,7 @@ def follow_script(view):
         return view()
     output = frontend.Output(alive(view()).bundle())
 
-    def follow():
+    def follow() -> None:
         for is_new in saves(seen):
             if followed is not view:
                 return
@@ -43,7 +50,7 @@ def follow_script(view):
     return None
 
 
-def alive(shown):
+def alive(shown: Shown) -> Shown:
     """The same, with words that appear when it is not shown anew any more."""
     path = pulse()
     if not path:
@@ -52,14 +59,14 @@ def alive(shown):
 
 
 @functools.lru_cache(1)
-def pulse():
+def pulse() -> str:
     """Begin to write the time into a file, for the views that are shown anew.
 
     Returns its path in JupyterLab, or "" if it can have none.
     """
     file = ROOT / "notebooks" / "__pycache__" / f"alive-{os.getpid()}"
 
-    def beat():
+    def beat() -> NoReturn:
         while True:
             with contextlib.suppress(OSError):
                 file.write_text(str(time.time()))
@@ -76,7 +83,7 @@ def pulse():
     return path
 
 
-def server_root():
+def server_root() -> Path | None:
     """The folder whose files JupyterLab shows, or None if nothing tells."""
     try:
         from jupyter_core.paths import jupyter_runtime_dir
@@ -88,7 +95,7 @@ def server_root():
         return None
 
 
-def saves(seen):
+def saves(seen: Saved) -> Iterator[bool]:
     """Looks again and again, and yields whether the script was saved.
 
     seen: `saved_at()` of what was shown last.
@@ -104,7 +111,7 @@ def saves(seen):
         time.sleep(0.15)
 
 
-def saved_at():
+def saved_at() -> Saved:
     """What changes whenever the script is saved, or has passed a check."""
     states = []
     for path in (DESK, checked.RECORD):

@@ -5,6 +5,9 @@
 Only the standard library and JupyterLab's own, from Python 3.9 on.
 """
 
+from __future__ import annotations
+
+import argparse
 import contextlib
 import importlib.util
 import json
@@ -12,22 +15,24 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from backstage import ROOT
 from backstage.errors import UserError, require
+from workshop.command_line import Parser
 from workshop.diff.desk import what_next
 from workshop.stages import DESK, LESSONS, require_writable
 
 
-def add_arguments(parser):
+def add_arguments(parser: Parser) -> None:
     parser.after, parser.passes_on = "JupyterLab's own flags", True
-    parser.description += (" Further flags are JupyterLab's, such as "
-                           "--no-browser.")
+    parser.description = (f"{parser.description} Further flags are "
+                          "JupyterLab's, such as --no-browser.")
     parser.add_argument("stage", nargs="?", choices=LESSONS, help="the stage "
                         "that the lesson makes (left out: start_here)")
 
 
-def main(args):
+def main(args: argparse.Namespace) -> None:
     """Become JupyterLab. args.flags: JupyterLab's own.
 
     args.stage: its lesson is opened. If it is None, that is what was open
@@ -67,7 +72,7 @@ def main(args):
         *flags])
 
 
-def find_last():
+def find_last() -> str:
     """The workspace in which the script was open last, or ""."""
     from jupyterlab.commands import get_workspaces_dir
 
@@ -80,7 +85,7 @@ def find_last():
     return ""
 
 
-def require_room():
+def require_room() -> None:
     """Raise a `UserError` unless JupyterLab can write where it has to."""
     from jupyter_core.paths import jupyter_runtime_dir
 
@@ -96,7 +101,7 @@ def require_room():
         ) from error
 
 
-def write_workspace(*names, root=ROOT):
+def write_workspace(*names: str, root: Path = ROOT) -> Path:
     """Write a JupyterLab workspace with the script and, beside it, lessons.
 
     names: a stage, or start_here; several are tabs, the first of them in
@@ -106,7 +111,7 @@ def write_workspace(*names, root=ROOT):
     """
     here, name = ROOT.resolve().relative_to(root.resolve()), names[-1]
 
-    def widget(kind, path):
+    def widget(kind: str, path: str) -> tuple[str, dict[str, Any]]:
         path = (here / path).as_posix()
         return f"{kind}:{path}", {
             "data": {"path": path, "factory": kind.title()}}

@@ -1,8 +1,11 @@
 """%%ranks and %%mpi: a cell that runs as several processes."""
 
+from __future__ import annotations
+
 import json
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from backstage.errors import UserError
@@ -12,7 +15,7 @@ from workshop.notebook import frontend, pictures
 from workshop.notebook.shown import complaint, live, show_output
 
 
-def ranks(line, cell):
+def ranks(line: str, cell: str) -> None:
     """%%ranks [N [SECONDS]]: run the cell as N processes; draw what it shows.
 
     SECONDS: how long a collective waits for the others.
@@ -20,7 +23,7 @@ def ranks(line, cell):
     run("%%ranks", line, cell)
 
 
-def mpi(line, cell):
+def mpi(line: str, cell: str) -> None:
     """%%mpi [N [SECONDS]]: run the cell as N ranks of MPI, by mpirun.
 
     SECONDS: after which all are ended, if they wait for one another.
@@ -28,7 +31,7 @@ def mpi(line, cell):
     run("%%mpi", line, cell)
 
 
-def run(name, line, cell):
+def run(name: str, line: str, cell: str) -> None:
     try:
         found = re.fullmatch("([1-8])?(?: ([1-9][0-9]{0,3}))?",
                              " ".join(line.split()))
@@ -45,12 +48,12 @@ class Warm:
 
     process: Any = None  # of interpreter.start, with its pipes
 
-    def start(self):
+    def start(self) -> None:
         """Start it, if it is not there."""
         if self.process is None or self.process.poll() is not None:
             self.process = interpreter.start("-m", "workshop.notebook.ranks")
 
-    def ask(self, request):
+    def ask(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Its answers to a request, as they come."""
         self.start()
         try:
@@ -76,7 +79,7 @@ class Warm:
 warm = Warm()
 
 
-def run_ranks(name, cell, number, seconds):
+def run_ranks(name: str, cell: str, number: int, seconds: int) -> None:
     who = pictures.plural(number, "process", "es")
     words = f"{who} at work ..."
     state, show = show_output(words, words), live(lambda: state)

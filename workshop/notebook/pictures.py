@@ -4,9 +4,14 @@ Those without a computed number are drawings, in svg/; the others are made of
 the parts below.
 """
 
-import html
-from pathlib import Path
+from __future__ import annotations
 
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from workshop.board import Board
 from workshop.html import paragraph
 from workshop.notebook.shown import table
 
@@ -16,65 +21,73 @@ COLOURS = ("#2166c0", "#a85500", "#198080", "#6c2cfe")
 GREY = "#808080"
 CELL, LINE = 22, 26  # of a microbatch: its width, and from row to row
 
+# From JSON, so lists: [title, numbers, came, source], see `tensors`
+State = Sequence[Any]
+Event = Sequence[Any]  # [name, number, begin, end], in seconds
 
-def read(name):
+
+def read(name: str) -> str:
     """A drawing of svg/."""
     return Path(__file__).with_name("svg").joinpath(f"{name}.svg").read_text(
         "utf-8")
 
 
-def plural(count, word, ending):
+def plural(count: int, word: str, ending: str) -> str:
     return f"{count} {word}{ending if count > 1 else ''}"
 
 
-def attributes(style):
+def attributes(style: Mapping[str, object]) -> str:
     return "".join(f' {name.replace("_", "-")}="{value}"'
                    for name, value in style.items())
 
 
-def label(x, y, words, **style):
+def label(x: float, y: float, words: object, **style: object) -> str:
     return f'<text x="{x:g}" y="{y:g}"{attributes(style)}>{words}</text>'
 
 
-def text(x, y, words, weight="normal"):
+def text(x: float, y: float, words: str, weight: str = "normal") -> str:
     """Words that begin at x and stand on y."""
     return label(x, y, words, font_weight=weight)
 
 
-def middle(x, y, words, **style):
+def middle(x: float, y: float, words: object, **style: object) -> str:
     """Words around x."""
     return label(x, y, words, **style, text_anchor="middle")
 
 
-def rect(x, y, width, height=20, **style):
+def rect(x: float, y: float, width: float, height: float = 20,
+         **style: object) -> str:
     return (f'<rect x="{x:g}" y="{y:g}" width="{width:g}" '
             f'height="{height:g}"{attributes(style)}/>')
 
 
-def stripes(x, y, width, height, colours, **style):
+def stripes(x: float, y: float, width: float, height: float,
+            colours: Sequence[str], **style: object) -> str:
     """A rectangle of so many equal parts, side by side."""
     part = width / max(len(colours), 1)
     return "".join(rect(x + i * part, y, part, height, fill=colour, **style)
                    for i, colour in enumerate(colours))
 
 
-def cell(x, y, number, rank):
+def cell(x: float, y: float, number: object, rank: int) -> str:
     """A microbatch in the colour of its process."""
     return rect(x, y, CELL - 2, rx=3, fill=COLOURS[rank]) + in_cell(
         x, y, number, fill="#fff")
 
 
-def in_cell(x, y, number, **style):
+def in_cell(x: float, y: float, number: object, **style: object) -> str:
     return middle(x + CELL / 2 - 1, y + 14, number, **style, font_size=11)
 
 
-def line(x1, y1, x2, y2, width, **style):
+def line(x1: float, y1: float, x2: float, y2: float, width: float,
+         **style: object) -> str:
     return (f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" '
             f'stroke="currentColor" stroke-width="{width}"'
             f"{attributes(style)}/>")
 
 
-def svg(width, height, parts, title, about):
+def svg(width: float, height: float, parts: Iterable[str], title: str,
+        about: str) -> str:
     """The picture of these parts, as wide as it needs, or as there is.
 
     title, about: for people who cannot see it: what it is, what it shows.
@@ -86,13 +99,14 @@ def svg(width, height, parts, title, about):
             f'<desc>{html.escape(about)}</desc>{"".join(parts)}</svg>')
 
 
-def box(x, y, width, height, colour=GREY, words="", opacity=0.25):
+def box(x: float, y: float, width: float, height: float, colour: str = GREY,
+        words: str = "", opacity: float = 0.25) -> str:
     return rect(x, y, width, height, rx=3, fill=colour, fill_opacity=opacity,
                 stroke=colour) + middle(
                     x + width / 2, y + height / 2 + 4, words)
 
 
-def arrow(x, y, end):
+def arrow(x: float, y: float, end: float) -> str:
     """An arrow down, from y to end."""
     return (line(x, y, x, end - 4, 1.5) + '<path d="M'
             f'{x - 4:g},{end - 7:g} L{x + 4:g},{end - 7:g} L{x:g},{end:g}z"/>')
@@ -101,7 +115,8 @@ def arrow(x, y, end):
 # ----------------------------------------------------------------- pictures
 
 
-def tensors(shown, width=560, least=36):
+def tensors(shown: Sequence[Sequence[State]], width: float = 560,
+            least: float = 36) -> str:
     """What each rank showed: a row for each rank, a column each time.
 
     shown: for each rank a list of [title, numbers, came, source]. Each number
@@ -149,7 +164,8 @@ def tensors(shown, width=560, least=36):
                f"What each of {len(shown)} ranks holds", " ".join(told))
 
 
-def passed(x, y, width, source, above, pitch):
+def passed(x: float, y: float, width: float, source: int | None,
+           above: int | None, pitch: float) -> list[str]:
     """A mark around a number that has just come, and the arrow it came by.
 
     above: the rank in the row above; an arrow from another rank has its name.
@@ -163,12 +179,12 @@ def passed(x, y, width, source, above, pitch):
             label(at + 6, y - 4, f"from {source}", font_size=10)]
 
 
-def number(value):
+def number(value: float) -> str:
     """As short as it goes."""
     return f"{value:g}" if value < 10**6 else f"{value:.0e}"
 
 
-def value_box(x, y, width, value):
+def value_box(x: float, y: float, width: float, value: float) -> str:
     """A number, with a stripe in the colour of each rank that is in it."""
     digits = f"{int(abs(value)):d}"[::-1]
     colours = [colour for colour, digit in zip(COLOURS, digits)
@@ -177,7 +193,8 @@ def value_box(x, y, width, value):
         x, y, width, 24, GREY, number(value), 0)
 
 
-def sample_box(x, y, sample, owners, whole=True):
+def sample_box(x: float, y: float, sample: int, owners: Sequence[int],
+               whole: bool = True) -> str:
     """A sample, in the colours of those that read it.
 
     It has a frame where that is not one of them, or not the whole of one.
@@ -192,8 +209,10 @@ def sample_box(x, y, sample, owners, whole=True):
             + in_cell(x, y, sample, **style))
 
 
-def timeline(ranks, width=640, title="When each process computed what",
-             unit=" s", pitch=30, heading=""):
+def timeline(
+        ranks: Sequence[Sequence[Event]], width: float = 640,
+        title: str = "When each process computed what", unit: str = " s",
+        pitch: float = 30, heading: str = "") -> str:
     """When each rank computed what; where nothing is drawn it waited.
 
     ranks: for each a list of [name, number, begin, end], in seconds. What
@@ -244,7 +263,7 @@ def timeline(ranks, width=640, title="When each process computed what",
 # ------------------------------------------------------ what a check has seen
 
 
-def draw_check(board):
+def draw_check(board: Board) -> str:
     """What stands below the table of a check, as HTML."""
     last = [*board.pictures.values()][-1:]
     drawn = [reads(seen["expected"], seen["read"], seen["readers"])
@@ -256,7 +275,10 @@ def draw_check(board):
     return f"<div>{''.join(drawn)}</div>" if drawn else ""
 
 
-def reads(expected, read, readers):
+def reads(
+        expected: Sequence[Sequence[int]],
+        read: Sequence[Sequence[Sequence[int]]],
+        readers: Sequence[int]) -> str:
     """Which ranks read which sample, a row for each step.
 
     expected: the samples of each step; read: for each rank, those it read in
@@ -303,7 +325,8 @@ def reads(expected, read, readers):
                "Which rank read which sample", " ".join(told))
 
 
-def errors(single, losses):
+def errors(single: Sequence[float | None],
+           losses: Mapping[str, Sequence[float | None]]) -> str:
     """A table of |loss - that of the single device|, with a cross where it is
     more than rounding makes of it.
 
@@ -313,8 +336,12 @@ def errors(single, losses):
     most = 1e-5 * max(value or 0 for value in single)
     rows = [("off by", *(f"step {step}" for step in range(len(single))))]
     for name, values in losses.items():
-        off = [None if None in pair else abs(pair[0] - pair[1])
-               for pair in zip(values, single)]
+        off: list[float | None] = []
+        for loss, expected in zip(values, single):
+            if loss is None or expected is None:
+                off.append(None)
+            else:
+                off.append(abs(loss - expected))
         cells = ["" if error is None else
                  f"{error:.0e}{' ✗' if error > most else ''}" for error in off]
         rows.append((plural(int(name), "process", "es") if name.isdigit()

@@ -22,6 +22,8 @@ The cell's code can use `torch`, `dist`, `time`, `rank`, `world_size`, and
                                   [name, number, begin, end], in seconds
 """
 
+from __future__ import annotations
+
 import datetime
 import json
 import linecache
@@ -32,6 +34,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +50,7 @@ PRELOAD = ["torch", "torch.distributed", "notebooks.experiments.overlap",
            "notebooks.experiments.pipelines", "notebooks.experiments.sharding"]
 
 
-def main():
+def main() -> None:
     os.environ["COLUMNS"] = "54"  # of bars and tables: 62 after "rank 0: "
     fork_server.get_servers(PRELOAD)  # imports torch meanwhile
     for line in sys.stdin:
@@ -58,7 +61,7 @@ def main():
             say(error=str(error))
 
 
-def answer(cell, ranks, seconds, mpirun=False):
+def answer(cell: str, ranks: int, seconds: int, mpirun: bool = False) -> None:
     """Run a cell on so many ranks, and print the answers."""
     try:
         compile(cell, "cell", "exec")
@@ -75,7 +78,7 @@ def answer(cell, ranks, seconds, mpirun=False):
             __file__, source, folder, seconds, *["mpirun"] * mpirun,
             world_size=ranks, preload=PRELOAD,
             launcher=Mpirun(sleeping=False) if mpirun else Torchrun()
-        ).wait(120, mpirun and too_late(folder, ranks, seconds))
+        ).wait(120, too_late(folder, ranks, seconds) if mpirun else None)
         said = []
         for rank, process in enumerate(ended):
             for line in process.out.splitlines():
@@ -94,13 +97,13 @@ def answer(cell, ranks, seconds, mpirun=False):
         events=[one["events"] for one in said])
 
 
-def too_late(folder, ranks, seconds):
+def too_late(folder: str, ranks: int, seconds: float) -> Callable[[], bool]:
     """A function: whether all ranks were seen to have begun with the cell so
     long ago. MPI has no limit of its own.
     """
     end = float("inf")
 
-    def is_late():
+    def is_late() -> bool:
         nonlocal end
         if len([*Path(folder).glob("*.begun")]) == ranks:
             end = min(end, time.monotonic() + seconds)
@@ -108,11 +111,12 @@ def too_late(folder, ranks, seconds):
     return is_late
 
 
-def say(**answer):
+def say(**answer: Any) -> None:
     print(json.dumps(answer), flush=True)
 
 
-def run_cell(cell, folder, seconds, mpirun=None):
+def run_cell(cell: str, folder: str, seconds: str,
+             mpirun: str | None = None) -> None:
     """Run the cell, in each rank."""
     import torch  # is there already, in a forked process
     import torch.distributed as dist
@@ -133,16 +137,17 @@ def run_cell(cell, folder, seconds, mpirun=None):
         messages = {"dist": dist}
     said: dict[str, Any] = {"shown": [], "svg": None, "events": []}
 
-    def show(value, title="", came=None, source=None):
+    def show(value: Any, title: str = "", came: int | None = None,
+             source: int | None = None) -> None:
         if isinstance(value, (list, tuple)):
             value = torch.cat([part.flatten() for part in value])
         numbers = None if value is None else value.flatten().tolist()
         said["shown"].append([title, numbers, came, source])
 
-    def plot(xs, ys, xlabel, ylabel):
+    def plot(xs: Any, ys: Any, xlabel: str, ylabel: str) -> None:
         from workshop.results.plot import themed
 
-        def curve(ax):
+        def curve(ax: Any) -> None:
             ax.set(xlabel=xlabel, ylabel=ylabel)
             ax.loglog(xs, ys, "o-")
 

@@ -1,5 +1,7 @@
 """What a cell shows: HTML in a notebook, and text in a terminal."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import html
@@ -9,6 +11,8 @@ import os
 import re
 import shlex
 import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from backstage.errors import UserError, require
 from notebooks.course_messages import COMPLAINT
@@ -24,35 +28,36 @@ class Shown:
     more: what else the notebook keeps of it, by the kind.
     """
 
-    def __init__(self, html, text, **more):
+    def __init__(self, html: str, text: str, **more: str) -> None:
         self.html, self.text, self.more = html, text, more
 
-    def bundle(self):
+    def bundle(self) -> dict[str, str]:
         """What a frontend shows, by MIME type."""
         return {"text/html": self.html, "text/plain": self.text, **self.more}
 
-    def _repr_html_(self):
+    def _repr_html_(self) -> str:
         return self.html
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return self.text
 
 
-def complaint(error):
+def complaint(error: object) -> Shown:
     """What went wrong, in one line."""
     line = paragraph(page.quote(str(error)), "bad")
     text = page.as_calls(str(error))
     return Shown(page.box(line, str(error)), text, **{COMPLAINT: text})
 
 
-def show_text(text):
+def show_text(text: str) -> Shown:
     """Sentences of ours, a paragraph for each line."""
     lines = map(page.quote, text.splitlines())
     return Shown(page.box("".join(map(paragraph, lines))),
                  page.as_calls(text))
 
 
-def show_output(text, status="", above="", most=600):
+def show_output(text: str, status: str = "", above: str = "",
+                most: int = 600) -> Shown:
     """What a program prints, as it prints it, in a box that scrolls.
 
     above: HTML that stands over it. most: how many of its first lines, and
@@ -66,14 +71,14 @@ def show_output(text, status="", above="", most=600):
                  page.as_calls(text))
 
 
-def printed(text):
+def printed(text: str) -> str:
     """HTML of a text in a box that scrolls, and begins at its end."""
     text = html.escape(page.as_calls(text), quote=False)
     return scrolling(f"<pre>{text}</pre>", "What was printed",
                      'div class="said"')
 
 
-def table(rows, kind="numbers"):
+def table(rows: Iterable[Iterable[object]], kind: str = "numbers") -> str:
     """An HTML table of rows of cells; the first row is its head.
 
     kind: of what most cells hold; "words" begin at the left.
@@ -87,7 +92,8 @@ def table(rows, kind="numbers"):
                      f"Table: {', '.join(head)}")
 
 
-def as_table(rows, kind="numbers", notes=()):
+def as_table(rows: Sequence[Sequence[object]], kind: str = "numbers",
+             notes: Sequence[str] = ()) -> Shown:
     """Rows as a table; notes: lines that stand below it."""
     lines = [paragraph(page.quote(note)) for note in notes]
     return Shown(
@@ -95,14 +101,15 @@ def as_table(rows, kind="numbers", notes=()):
         "\n".join([*notes, *("  ".join(map(str, row)) for row in rows)]))
 
 
-def output_of(function, *args):
+def output_of(function: Callable[..., object], *args: object) -> Shown:
     """What the function prints."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         function(*args)
     return show_output(out.getvalue())
 
 
-def run_and_show(*arguments, view=show_output):
+def run_and_show(*arguments: object,
+                 view: Callable[[str, str], Shown] = show_output) -> int:
     """Run `python arguments...`, and show what it prints as it comes.
 
     view: of the text, and of its last line. Returns its exit status.
@@ -110,7 +117,7 @@ def run_and_show(*arguments, view=show_output):
     lines: list[str] = []
     show = live(lambda: view("".join(lines), "".join(lines[-1:]).strip()))
 
-    def on_line(line):
+    def on_line(line: str) -> None:
         lines.append(line)
         show()
 
@@ -123,7 +130,7 @@ def run_and_show(*arguments, view=show_output):
 KINDS = str, os.PathLike, int, float, type(None)  # of what a cell gives
 
 
-def in_one_line(function):
+def in_one_line(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let a cell show what the user can fix, instead of a traceback.
 
     That is also a call with other arguments than the function has.
@@ -131,7 +138,7 @@ def in_one_line(function):
     takes = inspect.signature(function, follow_wrapped=False)
 
     @functools.wraps(function)
-    def call(*args, **options):
+    def call(*args: Any, **options: Any) -> Any:
         try:
             for value in (*args, *options.values()):
                 require(isinstance(value, KINDS) and not re.search(
@@ -150,7 +157,7 @@ def in_one_line(function):
     return call
 
 
-def split_words(text):
+def split_words(text: object) -> list[str]:
     """The words of a command line; raises `UserError`."""
     try:
         return shlex.split(str(text))
@@ -158,14 +165,14 @@ def split_words(text):
         raise UserError(f"{text}: {error}") from error
 
 
-def live(make):
+def live(make: Callable[[], Shown]) -> Callable[..., None]:
     """A function that shows make() in the cell, each time in its own place.
 
     It does so a few times a second at most, but always with now=True.
     """
     output, last = None, 0.0
 
-    def show(now=False):
+    def show(now: bool = False) -> None:
         nonlocal output, last
         if not now and time.monotonic() - last < 0.3:
             return
@@ -178,5 +185,5 @@ def live(make):
     return show
 
 
-def picture(svg):
+def picture(svg: str) -> Shown:
     return Shown(page.box(svg + page.KEEP_IN_SIGHT), "(a picture)")
