@@ -244,8 +244,11 @@ def load_checkpoint(file: StrPath, verify: bool = True) -> State:
                 packed = {entry.compress_type for entry in archive.infolist()}
                 broken = archive.testzip() if verify else None
             require(not broken, f"the checksum of {broken} is wrong")
-            kind = "TorchScript" if "constants.pkl" in names else (
-                "a zip archive" * ("data.pkl" not in names))
+            kind = ""
+            if "constants.pkl" in names:
+                kind = "TorchScript"
+            elif "data.pkl" not in names:
+                kind = "a zip archive"
             if not packed <= {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
                 kind = "packed again, as torch cannot read it"
         try:

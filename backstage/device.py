@@ -86,12 +86,15 @@ def use_device(name: str = "auto", local_rank: int = 0) -> torch.device:
 def check_local_rank(device: torch.device, local_rank: int) -> None:
     """Raise a `UserError` if no device is left for this local rank."""
     count = torch.accelerator.device_count()
-    require(local_rank < count, f"process {local_rank} of this node has no "
-            f"{device.type} device: start no more than {count} per node" + (
-        ". Each process has to see all devices of its node: if SLURM's "
-        "--gpus-per-task or --gpu-bind gave each process one, ask for "
-        "--gpus-per-node instead; if you set CUDA_VISIBLE_DEVICES, unset it"
-                ) * (count == 1))
+    message = (f"process {local_rank} of this node has no {device.type} "
+               f"device: start no more than {count} per node")
+    if count == 1:
+        message += (
+            ". Each process has to see all devices of its node: if SLURM's "
+            "--gpus-per-task or --gpu-bind gave each process one, ask for "
+            "--gpus-per-node instead; if you set CUDA_VISIBLE_DEVICES, unset "
+            "it")
+    require(local_rank < count, message)
 
 
 def memory_size(device: torch.device) -> int:

@@ -324,10 +324,12 @@ def explain(error: BaseException) -> str | None:
                 "see in which line; if that line is not yours, try another "
                 "device; --resume continues from the last checkpoint")
     if isinstance(error, OSError) and error.filename:
-        foreign = (error.errno in (errno.EACCES, errno.EROFS) and f"{ROOT}/"
-                   in str(error.filename) and not os.access(ROOT, os.W_OK))
-        return (f"{error.filename}: {error.strerror}"
-                + ": work in a clone of your own" * foreign)
+        line = f"{error.filename}: {error.strerror}"
+        refused = error.errno in (errno.EACCES, errno.EROFS)
+        inside = f"{ROOT}/" in str(error.filename)
+        if refused and inside and not os.access(ROOT, os.W_OK):
+            line += ": work in a clone of your own"
+        return line
     if isinstance(error, OSError) and error.errno in FULL:
         return (f"no space left to write: {error.strerror}: free some; a run "
                 "resumes with --resume")

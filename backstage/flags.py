@@ -111,7 +111,8 @@ def choose(
         "compile": preset.startswith("gpt2") and device.type == "cuda"}
     if not has_bf16(device):
         values["precision"] = "fp32"
-        why += ["no bf16 arithmetic"] * accelerated
+        if accelerated:
+            why.append("no bf16 arithmetic")
     if preset == saved.get("preset"):  # whichever stage saved it
         values |= saved
     hp = type(presets[preset])(
@@ -147,12 +148,14 @@ def announce(hp: StageFlags, preset: StageFlags, device: torch.device,
              "--precision fp32")
     other = [f"{name} {value}" for name, value in vars(hp).items()
              if name not in SAID and value != getattr(preset, name)]
-    print(f"preset {hp.preset}, data {show_path(hp.data, Path.cwd())}"
-          + f" ({', '.join(why)})" * bool(why)
-          + f", device {device.type}, {hp.precision}, "
-          f"microbatches of {hp.microbatch_size}"
-          + f"; unlike the preset: {', '.join(other)}" * bool(other),
-          flush=True)
+    line = f"preset {hp.preset}, data {show_path(hp.data, Path.cwd())}"
+    if why:
+        line += f" ({', '.join(why)})"
+    line += (f", device {device.type}, {hp.precision}, microbatches of "
+             f"{hp.microbatch_size}")
+    if other:
+        line += f"; unlike the preset: {', '.join(other)}"
+    print(line, flush=True)
 
 
 def read_hyperparameters(hp: StageFlags) -> dict[str, Any]:

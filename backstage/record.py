@@ -92,7 +92,8 @@ def describe_start(record: Mapping[str, Any]) -> str:
     size, nodes, hosts = (
         record[name] for name in ("world_size", "nodes", "hosts"))
     more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
-    return (f"world size {size}: {nodes} node{'s' * (nodes > 1)} x "
+    places = "1 node" if nodes == 1 else f"{nodes} nodes"
+    return (f"world size {size}: {places} x "
             f"{size // nodes} {record['device']}, {', '.join(hosts[:4])}{more}"
             f"; {record['backend']}, {record['scheduler']}; "
             f"{record['launcher']}: {' '.join(record['command'].split())}")

@@ -198,15 +198,18 @@ class Run:
         if self.rank == 0:
             if hp.resume:
                 self._write_record(self.folder)
-            self.metrics = Metrics(self.folder / "metrics.csv", step, (
-                f"no checkpoint step_*.pt is in {self.folder}/checkpoints: "
-                "beginning at step 0") * (self.begun and not self.saved))
-            print(describe_parameters(optimizer)
-                  + ", in the first pipeline stage" * (
-                      hp.pipeline_parallel > 1)
-                  + (f"; resuming after step {step - 1} from {file}"
-                     if step else "")
-                  + self.metrics.kept * bool(step), flush=True)
+            problem = ""
+            if self.begun and not self.saved:
+                problem = ("no checkpoint step_*.pt is in "
+                           f"{self.folder}/checkpoints: beginning at step 0")
+            self.metrics = Metrics(self.folder / "metrics.csv", step, problem)
+            line = describe_parameters(optimizer)
+            if hp.pipeline_parallel > 1:
+                line += ", in the first pipeline stage"
+            if step:
+                line += f"; resuming after step {step - 1} from {file}"
+                line += self.metrics.kept
+            print(line, flush=True)
             if hp.track in track.TOOLS:
                 self.tracker = track.TOOLS[hp.track](
                     self.folder, step, self.record)
@@ -287,9 +290,11 @@ class Run:
         world.on_every_rank(None)  # who leaves early can make another abort
         if self.rank == 0:
             most = max(memory)
-            print(f"memory: {devices.describe_memory(most, self.device)} at "
-                  "most" + f", on rank {memory.index(most)}" * (
-                      self.world_size > 1))
+            line = f"memory: {devices.describe_memory(most, self.device)}"
+            line += " at most"
+            if self.world_size > 1:
+                line += f", on rank {memory.index(most)}"
+            print(line)
             self.metrics.file.close()
             if self.tracker:
                 self.tracker.close()
