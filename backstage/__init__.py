@@ -3,6 +3,10 @@
 import sys
 from pathlib import Path
 
+if sys.version_info < (3, 10):
+    sys.exit(f"error: {sys.executable} is Python {sys.version.split()[0]}, and"
+             " the course needs 3.10 or later: run `source activate.sh` first")
+
 ROOT = Path(__file__).resolve().parent.parent  # the repository
 
 # With PYTHONSAFEPATH or -P a script would not find what lies beside it.

@@ -1,7 +1,4 @@
-"""Files: written all or nothing, and one line for what is wrong with one.
-
-This needs only the standard library, from Python 3.9 on.
-"""
+"""Files: written all or nothing, and one line for what is wrong with one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Floating-point operations: how many a model needs, a device's peak.
-
-But for the peak, only the standard library is needed, from Python 3.9 on.
-"""
+"""Floating-point operations: how many a model needs, a device's peak."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What a process does before anything else: its names, cores and memory.
 
 Each launcher has its own names for the ranks; the stages read torchrun's.
-Those of srun are translated here, those of MPI in backstage/mpi.py. Without
-torch, only the standard library is needed, from Python 3.9 on.
+Those of srun are translated here, those of MPI in backstage/mpi.py.
 """
 
 from __future__ import annotations

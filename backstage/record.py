@@ -1,7 +1,4 @@
-"""hyperparameters.json and metrics.csv: what a run's folder says about it.
-
-This needs only the standard library, from Python 3.9 on.
-"""
+"""hyperparameters.json and metrics.csv: what a run's folder says about it."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ It is made of events, in the program itself or in a notebook. Beside those of
     table     nothing: all answers are there
     summary   a line in place of findings, where not all are told
 
-Its findings are those that are not ok, unless all are told. Only the standard
-library, from Python 3.9 on: a notebook's kernel imports it.
+Its findings are those that are not ok, unless all are told.
 """
 
 from __future__ import annotations
@@ -112,13 +111,13 @@ class Board:
         room = max(20, width - sum(sizes))
         lines = [" " * room + "".join(
             f"{name:>{size}}"
-            for name, size in zip(self.columns, sizes))]
+            for name, size in zip(self.columns, sizes, strict=True))]
         for title, verdicts in self.answers.items():
             *above, last = textwrap.wrap(title, room - 1,
                                          break_on_hyphens=False,
                                          break_long_words=False)
             line = f"{last:{room}}"
-            for name, size in zip(self.columns, sizes):
+            for name, size in zip(self.columns, sizes, strict=True):
                 mark = MARKS.get(verdicts.get(name, ""), "")
                 code = TERMINAL_BLUE if mark == "ok" else TERMINAL_ORANGE
                 line += (f"\033[{code}m{mark:>{size}}\033[0m" if colour

@@ -1,7 +1,4 @@
-"""Makes the HTML that a notebook shows, of texts and parts of a page.
-
-Only the standard library, from Python 3.9 on: a notebook's kernel imports it.
-"""
+"""Makes the HTML that a notebook shows, of texts and parts of a page."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 A stage is its script in solutions/, its lesson in workshop/lessons/ with its
 notebook (the first one needs none), its batch file, and its entry here. No
 other place knows its name.
-Only the standard library, from Python 3.9 on.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def require_writable(folder: Path = ROOT) -> None:
 
 def modules_of(stage: str) -> list[str]:
     """What to import before a stage's processes are forked, as a list."""
-    from rankcheck.engine.run import PRELOAD  # not for Python 3.9
+    from rankcheck.engine.run import PRELOAD
 
     return [*PRELOAD, "tiktoken", "tyro", "regex", "backstage.run",
             "workshop.check.probe",

@@ -6,7 +6,7 @@ runs beside it that train the same on fewer nodes. What the network can do is
 known from the last `doctor --ranks`.
 """
 
-from __future__ import annotations  # for Python 3.9
+from __future__ import annotations
 
 import argparse
 import statistics

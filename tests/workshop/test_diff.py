@@ -1,19 +1,12 @@
 """The lesson's diff, on scripts as attendees leave them."""
 
-import contextlib
-import functools
 import json
-import os
 import random
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from conftest import copy_course, copy_desk, edit, python, workshop
 
-from backstage import ROOT
 from backstage.errors import UserError
 from workshop.diff import render
 from workshop.diff.diff import Diff, load_lesson
@@ -304,70 +297,3 @@ def test_the_script_of_another_stage_is_told_where_to_start(
     if start:
         assert advice.startswith("This is the stage std")
         assert f"`python -m workshop reset {start}`" in advice
-
-
-# ------------------------------------------------------------- other Pythons
-
-
-@functools.cache
-def oldest_python():
-    """The oldest Python of this machine from 3.9 on, or ours."""
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    for minor in range(9, sys.version_info[1]):
-        for name in (f"python3.{minor}", *sorted(
-                pyenv.glob(f"versions/3.{minor}.*/bin/python"))):
-            with contextlib.suppress(OSError):
-                if not subprocess.run([name, "-c", ""], check=False,
-                                      capture_output=True).returncode:
-                    return name
-    return sys.executable
-
-
-CELLS = """from workshop.notebook import cells
-cells.diff('ddp')._repr_html_()
-cells.cadence()._repr_html_()"""
-
-# Whatever it needs: an oldest Python that is 3.9 also sees what no grammar
-# tells, such as a parameter that a function of Python's had not yet.
-IMPORTS = """import importlib, pathlib
-for path in [*pathlib.Path().glob("workshop/**/*.py"),
-             *pathlib.Path().glob("backstage/*.py")]:
-    try:
-        if path.stem != "sitecustomize":
-            importlib.import_module(".".join(path.with_suffix("").parts))
-    except ModuleNotFoundError as error:
-        assert error.name.split(".")[0] not in ("workshop", "backstage")
-    except SystemExit:
-        pass"""
-
-
-@pytest.mark.parametrize("words", [
-    ["-m", "workshop", "diff", "ddp"], ["-c", CELLS], ["-c", IMPORTS]])
-def test_runs_with_the_standard_library_alone(words):
-    end = subprocess.run([oldest_python(), "-S", *words], cwd=ROOT,
-                         capture_output=True, text=True)
-    assert end.returncode == 0, end.stderr
-
-
-@pytest.mark.parametrize("words", [
-    "check ddp 3", "verify starter/train.py", "plot"])
-def test_what_needs_a_package_says_so_in_a_line(words):
-    end = subprocess.run(
-        [oldest_python(), "-S", "-m", "workshop", *words.split()], cwd=ROOT,
-        capture_output=True, text=True)
-    assert end.returncode == 1
-    assert re.fullmatch(r"error: \S+ has no \w+: run `source activate\.sh` "
-                        r"first\n", end.stderr), end.stderr
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("words", [
-    "answers ddp", "apply ddp 3", "class no", "doctor", "doctor --ranks",
-    "lab", "launch ddp", "profile no", "progress no", "reset --list",
-    "script ddp", "update", "why no"])
-def test_no_command_ends_in_a_traceback(words, tmp_path):
-    end = subprocess.run(
-        [oldest_python(), "-S", "-m", "workshop", *words.split()],
-        cwd=copy_desk(tmp_path), capture_output=True, text=True)
-    assert end.stdout or re.fullmatch("error: [^\n]+\n", end.stderr)
-    assert "Traceback" not in end.stderr and "mpirun does" not in end.stdout

@@ -1,7 +1,4 @@
-"""python -m workshop diff | apply | reset | script, and without a command.
-
-Only the standard library, from Python 3.9 on.
-"""
+"""python -m workshop diff | apply | reset | script, and without a command."""
 
 from __future__ import annotations
 

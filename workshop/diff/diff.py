@@ -1,12 +1,9 @@
 """What is left to change in the attendee's script, and where.
 
-Only the standard library, from Python 3.9 on: a lesson runs in whichever
-kernel a portal provides. Scripts are compared by their lines of code:
-comments, blank lines, trailing spaces and line endings do not count. What
-differs in docstrings and in the text of messages alone is not left to do.
+Scripts are compared by their lines of code: comments, blank lines, trailing
+spaces and line endings do not count. What differs in docstrings and in the
+text of messages alone is not left to do.
 """
-
-from __future__ import annotations  # Python 3.9 has no `int | None`
 
 import ast
 import io
@@ -178,7 +175,8 @@ class Lesson:
                     f"{show_path(self.goal.path)}: the lesson has no change "
                     f"for the hunk that begins with {first!r}")
             ends = [*points[1:], (hunk[-1][1], hunk[-1][3], -1)]
-            for (i1, j1, change), (i2, j2, _) in zip(points, ends):
+            for (i1, j1, change), (i2, j2, _) in zip(
+                    points, ends, strict=True):
                 last = [it for it in hunk if (it[0], it[2]) < (i2, j2)][-1]
                 yield Piece(change, i1, min(i2, last[1]), j1, min(j2, last[3]))
 
@@ -312,7 +310,8 @@ class Diff:
     def _differ_in_words(self, i1: int, i2: int, j1: int, j2: int) -> bool:
         """Whether only what people read is different there."""
         a, b = ([line for line, counts in zip(
-            script.code[begin:end], script.is_code[begin:end]) if counts]
+            script.code[begin:end], script.is_code[begin:end],
+            strict=True) if counts]
             for script, begin, end in ((self.yours, i1, i2),
                                        (self.goal, j1, j2)))
         return a == b or same_code(a, b) or (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import os
 import re
 import textwrap
@@ -106,8 +107,8 @@ def title(diff: Diff, item: Left) -> tuple[str, str]:
         (i for i in range(begin, end) if script.lines[i]), begin))
     where = f"line {i1 + 1}, " + (
         f"in {place}" if place else "outside any function")
-    more = [f"line {edit[0] + 1}" for before, edit in zip(
-        item.edits, item.edits[1:]) if edit[0] - before[1] > 2 * CONTEXT]
+    more = [f"line {edit[0] + 1}" for before, edit in itertools.pairwise(
+        item.edits) if edit[0] - before[1] > 2 * CONTEXT]
     if more:
         where += "; also " + ", ".join(more)
     number = f"{item.number} of {diff.total}: " if item.number else ""
@@ -341,7 +342,7 @@ def everything(diff: Diff) -> str:
                    for item in diff.left + diff.others for edit in item.edits)
     titles = ["", *(title for _, title in edits)]
     new = [title * (title != before)
-           for before, title in zip(titles, titles[1:])]
+           for before, title in itertools.pairwise(titles)]
     return code_box(rows(diff.yours.lines, diff.goal.lines,
                          [edit for edit, _ in edits], new),
                     "All that differs") if edits else ""

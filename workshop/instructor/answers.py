@@ -7,7 +7,7 @@ Nothing is written twice: "Predict" is taken from workshop/lessons, "Break
 it" and the other questions from the notebooks, where the answers are folded.
 """
 
-from __future__ import annotations  # for Python 3.9
+from __future__ import annotations
 
 import argparse
 import json

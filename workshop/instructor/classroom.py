@@ -3,7 +3,6 @@
 An attendee who sets WORKSHOP_CLASS to a shared folder takes part: `diff` and
 `check` then add a line to a file there. The instructor projects a page that
 shows all of them, without names. Nothing is written for anyone else.
-Only the standard library, from Python 3.9 on; Jinja draws the page.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """The plan of a session, as docs/INSTRUCTOR.md has it.
 
-Only the standard library, from Python 3.9 on.
 """
-
-from __future__ import annotations  # for Python 3.9
 
 import re
 from dataclasses import dataclass
@@ -47,6 +44,6 @@ def read_plan() -> dict[str, Row]:
         name, where = link.groups() if link else (
             f"{name} end", where if place else "")  # a break is nowhere
         rows[name] = Row(name, what, where, {
-            length: int(cell) for length, cell in zip(columns, minutes)
-            if cell})
+            length: int(cell) for length, cell in zip(
+                columns, minutes, strict=False) if cell})
     return rows

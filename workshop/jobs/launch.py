@@ -6,7 +6,6 @@ each GPU of this machine. It prints the command before it becomes that command,
 so that you can type it yourself the next time, and the one before it by which
 each node unpacks an archive of the environment. `launch doctor` starts the
 doctor's questions to all ranks in the same way.
-Only the standard library, from Python 3.9 on.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 A script is compared with these. If somebody edits one of them in place of the
 working copy, `diff` and `apply` would take that for the course's.
-Only the standard library, from Python 3.9 on.
 """
 
-from __future__ import annotations  # for Python 3.9
+from __future__ import annotations
 
 import hashlib
 import json

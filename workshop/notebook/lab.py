@@ -1,8 +1,6 @@
 """Opens JupyterLab with the script and a lesson side by side.
 
     python -m workshop lab ddp
-
-Only the standard library and JupyterLab's own, from Python 3.9 on.
 """
 
 from __future__ import annotations

@@ -187,8 +187,8 @@ def number(value: float) -> str:
 def value_box(x: float, y: float, width: float, value: float) -> str:
     """A number, with a stripe in the colour of each rank that is in it."""
     digits = f"{int(abs(value)):d}"[::-1]
-    colours = [colour for colour, digit in zip(COLOURS, digits)
-               if digit != "0"]
+    colours = [colour for colour, digit in zip(
+        COLOURS, digits, strict=False) if digit != "0"]
     return stripes(x, y, width, 24, colours, fill_opacity=0.45) + box(
         x, y, width, 24, GREY, number(value), 0)
 
@@ -337,7 +337,7 @@ def errors(single: Sequence[float | None],
     rows = [("off by", *(f"step {step}" for step in range(len(single))))]
     for name, values in losses.items():
         off: list[float | None] = []
-        for loss, expected in zip(values, single):
+        for loss, expected in zip(values, single, strict=False):
             if loss is None or expected is None:
                 off.append(None)
             else:

@@ -5,8 +5,6 @@ Calls run one after another in the main thread; views that follow the script
 have threads of their own. It ends when its input ends, as the kernel does.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import io

@@ -2,8 +2,7 @@
 
 The formulas are those that the lessons explain and measure. All is in fp32, as
 without autocast; GB are 10**9 bytes. test_traffic.py counts that of real runs;
-its table is workshop/lessons/traffic.md. Only the standard library, from
-Python 3.9 on.
+its table is workshop/lessons/traffic.md.
 """
 
 from __future__ import annotations

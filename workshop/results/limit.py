@@ -1,10 +1,9 @@
 """When DDP stops scaling: how many devices a minibatch can keep busy.
 
 As long as the backward pass takes longer than the all-reduce, it hides it.
-Only the standard library, from Python 3.9 on.
 """
 
-from __future__ import annotations  # for Python 3.9
+from __future__ import annotations
 
 from dataclasses import dataclass
 

@@ -21,7 +21,7 @@ On a CPU "computes" means that the main thread runs an operator. On an
 accelerator it means a kernel, which is charged to the part that asked for it;
 what leaves the device idle is charged to what the program did meanwhile.
 
-This needs the standard library, from Python 3.9 on, and NumPy.
+This needs the standard library and NumPy.
 """
 
 from __future__ import annotations
@@ -146,10 +146,11 @@ class Step:
             *self.doing, *self.calls,
             *((begin, end, "waiting") for begin, end, _ in self.messages),
             *((end - time, end, "all-reduce")
-              for (_, end, _), time in zip(self.messages, least))])
+              for (_, end, _), time in zip(
+                  self.messages, least, strict=False))])
         counts = np.bincount(np.where(work < 0, rest, work),
                              minlength=len(PARTS))
-        return dict(zip(PARTS, (counts / 1e6).tolist()))
+        return dict(zip(PARTS, (counts / 1e6).tolist(), strict=False))
 
 
 def list_traces(folder: StrPath) -> list[Path]:
@@ -281,7 +282,8 @@ def shortest(ranks: list[list[Message]], mine: list[Message]) -> list[float]:
     """
     mine, *ranks = (messages[::-1] for messages in (mine, *ranks))
     alike = [messages for messages in ranks if all(
-        one == other for (one, _), (other, _) in zip(messages, mine))]
+        one == other for (one, _), (other, _) in zip(
+            messages, mine, strict=False))]
     least = [0.0 if is_one_to_one(name) else min(
         messages[i][1] for messages in alike if i < len(messages))
         for i, (name, _) in enumerate(mine)]

@@ -1,7 +1,6 @@
 """The results of the runs: read them from their folders, and fit a model.
 
-This needs only the standard library, so that a portal's kernel can list the
-runs; only `fit` needs NumPy.
+Only `fit` needs NumPy.
 """
 
 from __future__ import annotations
@@ -400,7 +399,7 @@ def utilisation(folder: Path) -> dict[str, list[float]]:
             if "gpu" in cells or "deviceid" in cells:
                 header = cells  # it is repeated now and then
                 continue
-            values = dict(zip(header, cells))
+            values = dict(zip(header, cells, strict=False))
             gpu = values.get("gpu", values.get("deviceid"))
             busy = values.get("sm", values.get("gpu utilization (%)", ""))
             with suppress(ValueError):  # units, "-", a cut line

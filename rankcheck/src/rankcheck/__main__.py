@@ -19,6 +19,11 @@ COMMANDS = {
 
 def main() -> None:
     """Exit with 0 if nothing is wrong, 1 if something is, else with 2."""
+    if sys.version_info < (3, 10):
+        print(f"error: {sys.executable} is Python {sys.version.split()[0]}, "
+              "and rankcheck needs 3.10 or later: start it by a newer one; "
+              "the job that `why` watches may have 3.9", file=sys.stderr)
+        sys.exit(2)
     try:
         if sys.argv[1:] == ["--version"]:
             print(f"rankcheck {__version__}")

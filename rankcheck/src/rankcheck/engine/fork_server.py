@@ -4,7 +4,7 @@ The server and all that it forks are in a session of their own: Ctrl-C in the
 terminal does not reach them, and `end_all` ends them at once.
 """
 
-from __future__ import annotations  # Python 3.9 has no `int | None`
+from __future__ import annotations
 
 import atexit
 import contextlib

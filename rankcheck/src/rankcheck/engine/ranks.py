@@ -5,7 +5,7 @@ from a server that has already imported torch. It is for the checks, the tests
 and benchmarks that time steps alone; a real run has a real launcher.
 """
 
-from __future__ import annotations  # Python 3.9 has no `int | None`
+from __future__ import annotations
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING
 
 from rankcheck.engine import fork_server
 from rankcheck.engine.run import Run, RunOptions
@@ -27,7 +27,7 @@ from rankcheck.engine.run import Run, RunOptions
 if TYPE_CHECKING:
     from typing import Unpack  # new in Python 3.11
 
-Flag = Union[str, Path, float]  # of a script, which gets it as a text
+Flag = str | Path | float  # of a script, which gets it as a text
 MOST = 1_000_000  # bytes of output from each of its ends
 
 

@@ -6,8 +6,6 @@ It reports events, dictionaries that JSON can hold:
               "" for what was not seen
     say       a line of text
     right     whether the script is right, at the end
-
-Only the standard library, from Python 3.9 on: a notebook's kernel imports it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A script as several processes: what is run, and what each of them is told.
-"""
+"""A script as several processes: what is run, and what each one is told."""
 
-from __future__ import annotations  # Python 3.9 has no `int | None`
+from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Command lines of several commands; what is wrong with one is one line.
-
-Only the standard library, from Python 3.9 on.
-"""
+"""Command lines of several commands; what is wrong with one is one line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Errors for people: one line that says what is wrong and what to do.
-
-Only the standard library, from Python 3.9 on.
-"""
+"""Errors for people: one line that says what is wrong and what to do."""
 
 from __future__ import annotations
 

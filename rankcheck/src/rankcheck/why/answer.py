@@ -104,7 +104,8 @@ def join_hosts(ranks: list[Rank]) -> str:
 
 def merge_words(texts: list[str]) -> str:
     """Return one text for texts that are equal but for what `DIFFERS`."""
-    values: list[tuple[str, ...]] = [*zip(*map(DIFFERS.findall, texts))]
+    values: list[tuple[str, ...]] = [
+        *zip(*map(DIFFERS.findall, texts), strict=False)]
 
     def merge(_: re.Match[str]) -> str:
         found = values.pop(0)

@@ -33,7 +33,7 @@ class Parent:
 def read_start(record: ProcessRecord) -> dict[str, str | None]:
     """Return what the launcher has told the process, by `NAMES`."""
     told: dict[str, str | None] = dict.fromkeys(NAMES)
-    told.update(zip(NAMES, record.get("start") or []))
+    told.update(zip(NAMES, record.get("start") or [], strict=False))
     return told
 
 

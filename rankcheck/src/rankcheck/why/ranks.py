@@ -5,6 +5,7 @@ Nothing here looks at the machine, so that the tests can hand in any evidence.
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import re
 import signal
@@ -504,7 +505,7 @@ class Rank:
     def longest_gap(self) -> float:
         """Seconds between two of its collectives, at most."""
         times = [call["time"] for call in self.calls]
-        return max((b - a for a, b in zip(times, times[1:])), default=0)
+        return max((b - a for a, b in itertools.pairwise(times)), default=0)
 
     @property
     def last_report(self) -> str:

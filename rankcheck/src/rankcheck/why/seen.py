@@ -37,7 +37,7 @@ def describe_call(call: Call) -> str:
     """
     words = call["call"]
     sizes = " and ".join(f"{kind.lower()} {size}" for kind, size in zip(
-        call["types"][:2], call["sizes"]))
+        call["types"][:2], call["sizes"], strict=False))
     if sizes:
         words += f" of {sizes}"
     root = call.get("root")
