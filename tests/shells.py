@@ -62,7 +62,8 @@ def tiny_clone(folder):
     """
     needs("uv")  # the packages are all that is at hand
     repo = folder / "my own clone"
-    copy_course(repo, *ENVIRONMENT, "backstage", "workshop")
+    copy_course(repo, *ENVIRONMENT, "backstage", "workshop",
+                "notebooks/course_process.py")
     (repo / "pyproject.toml").write_text(PROJECT)
     (repo / "backend.py").write_text(BACKEND)
     for name in "requirements.txt", "constraints.txt":
