@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from backstage.errors import UserError, require
 from backstage.files import show_path
@@ -27,10 +27,7 @@ from workshop.jobs.mpirun import require_mpirun
 from workshop.jobs.originals import require_originals
 from workshop.stages import DESK, LESSONS, STAGES, modules_of
 
-if TYPE_CHECKING:
-    from typing import Literal, Union
-
-    ChangeNumber = Union[int, Literal["next"]]  # next: the first that is left
+ChangeNumber = int | Literal["next"]  # next: the first that is left
 
 
 def number_or_next(text: str) -> ChangeNumber:

@@ -96,7 +96,8 @@ def rename(yours: str, goal: str) -> str:
     pairs: dict[str, set[str]] = {}  # own name -> the lesson's at its places
     for tag, i1, i2, j1, j2 in matcher.get_opcodes():
         if tag == "replace" and i2 - i1 == j2 - j1:
-            for own, other in zip(own_words[i1:i2], goal_words[j1:j2]):
+            for own, other in zip(own_words[i1:i2], goal_words[j1:j2],
+                                  strict=True):
                 pairs.setdefault(own, set()).add(other)
     mine = defined(yours)
     names = {}

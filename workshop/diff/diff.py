@@ -5,6 +5,8 @@ spaces and line endings do not count. What differs in docstrings and in the
 text of messages alone is not left to do.
 """
 
+from __future__ import annotations
+
 import ast
 import io
 import re
@@ -20,7 +22,6 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
-from typing import Optional
 
 from backstage.errors import UserError, require
 from backstage.files import StrPath, show_path
@@ -33,7 +34,7 @@ Edit = tuple[int, int, int, int]
 # (i1, i2, j1, j2, last): the same, and whether the comments below belong to it
 Span = tuple[int, int, int, int, bool]
 # (change or None, begin, end, texts): lines of the goal, see `Diff._runs`
-GoalRun = tuple[Optional[int], int, int, Optional[list[str]]]
+GoalRun = tuple[int | None, int, int, list[str] | None]
 
 GAP = 2  # this many equal lines do not split a change
 FEW = 10  # with so many lines changed, a script is still nearly a stage's

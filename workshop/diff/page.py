@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Optional
 
 from backstage import ROOT
 from backstage.files import show_path
@@ -26,7 +25,7 @@ PAGE = Path(__file__).with_name("page")
 
 Span = tuple[str, bool]  # a part of a line, and whether it differs
 # (line number, sign, the line): see workshop/diff/render.py's `rows`
-Row = tuple[Optional[int], str, list[Span]]
+Row = tuple[int | None, str, list[Span]]
 
 
 def script(name: str) -> str:

@@ -33,7 +33,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from backstage.errors import require
 from backstage.files import StrPath, reading, show_path
@@ -46,7 +46,7 @@ CALLERS = ("autograd::", "torch::autograd::")  # operators that call others
 SENDERS = ("c10d::", "_c10d_functional::")  # and that send, or wait
 
 Seconds = dict[str, float]  # of a step, by part
-Span = tuple[float, float, Optional[str]]  # (begin, end, part), microseconds
+Span = tuple[float, float, str | None]  # (begin, end, part), microseconds
 Event = tuple[float, float, dict[str, Any]]  # (begin, end, as in the trace)
 Message = tuple[str, float]  # (name, microseconds)
 
