@@ -20,8 +20,9 @@ from workshop.cluster.config import Programs
 # Program -> the package of Debian and Ubuntu that has it
 PACKAGES = {
     "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm",
-    "munged": "munge", "ip": "iproute2", "unshare": "util-linux",
-    "nsenter": "util-linux", "setpriv": "util-linux"}
+    "munged": "munge", "ip": "iproute2", "mount": "mount",
+    "unshare": "util-linux", "nsenter": "util-linux",
+    "setpriv": "util-linux"}
 # An ordinary user's PATH has no folders of daemons
 DAEMONS = "/usr/local/sbin:/usr/sbin:/sbin"
 # What is tried in new namespaces: each part of a cluster needs it

@@ -270,7 +270,8 @@ def ask_slurm() -> str:
     require(version.returncode == 0, "SLURM does not answer ("
             + version.stderr.strip().rpartition("\n")[2] + "). The lessons do "
             "not need SLURM: in a terminal, `python -m workshop launch ddp -- "
-            "--preset tiny` starts the script")
+            "--preset tiny` starts the script, and `python -m workshop "
+            "cluster up` a SLURM on this machine")
     names = [f"{name}={value}" for name, value in sorted(os.environ.items())
              if name.startswith(("SBATCH_", "SALLOC_", "SLURM_"))
              and name.endswith(("_ACCOUNT", "_PARTITION", "_QOS",

@@ -25,6 +25,14 @@ from workshop.instructor import classroom
 from workshop.jobs import interpreter
 from workshop.jobs.originals import require_originals
 from workshop.notebook import following, frontend, lab, magics, pictures
+from workshop.notebook.cluster import (  # noqa: F401
+    cancel,
+    cluster,
+    difference,
+    freeze,
+    watch,
+    why_job,
+)
 from workshop.notebook.jobs import log, queue, slurm, submit  # noqa: F401
 from workshop.notebook.planted import plant, unplant, why  # noqa: F401
 from workshop.notebook.shown import (

@@ -10,9 +10,11 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import require
 from backstage.files import show_path
+from workshop.cluster.config import SITE
 from workshop.jobs import interpreter
 from workshop.jobs.doctor import ask_slurm
 from workshop.notebook import frontend
+from workshop.notebook.cluster import use_cluster
 from workshop.notebook.shown import (
     in_one_line,
     show_output,
@@ -29,34 +31,47 @@ def no_slurm():
                 "in a terminal, as batchfiles/README.md shows.")
     return ("There is no SLURM on this machine, so the cells that submit jobs "
             "do nothing. Read on: on a cluster's login node or in its portal "
-            "they work.")
+            "they work. On Linux, `cluster(\"up\")` in the lesson "
+            "cluster.ipynb starts one here.")
+
+
+def require_slurm(program):
+    """Use the cluster of this machine, if it is up; returns whether it is.
+
+    Raises a `UserError` where there is no SLURM at all.
+    """
+    is_own = use_cluster()
+    require(shutil.which(program), no_slurm())
+    return is_own
 
 
 @in_one_line
 def slurm():
     """Say whether SLURM is here, and what the site asks for."""
-    require(shutil.which("sbatch"), no_slurm())
-    os.environ.update(interpreter.sbatch_variables())
+    set_variables(require_slurm("sbatch"))
     return show_text(ask_slurm())
 
 
 @in_one_line
 def submit(name, flags="", options=""):
-    """Submit batchfiles/batch-NAME.sh, after a question.
+    """Submit batchfiles/batch-NAME.sh; on a site's cluster after a question.
 
     flags: for the script, and options: for sbatch, such as --nodes=2, both as
     on the command line. Nobody answers where the notebook runs by itself, and
     nothing is submitted.
     """
-    require(shutil.which("sbatch"), no_slurm())
+    is_own = require_slurm("sbatch")
     names = batch_files()
     require(name in names, f"there is no batch file {name}: choose from "
             f"{', '.join(names)}")
     flags, options = split_words(flags), split_words(options)
-    os.environ.update(interpreter.sbatch_variables())
+    set_variables(is_own)
     ask_slurm()  # if it refuses, there is nothing to ask
     command = shlex.join(["sbatch", *options, f"batch-{name}.sh", *flags])
-    sure = frontend.current.ask(f"Submit a job, `{command}`? [y/N] ", 60)
+    sure = "y"
+    if not is_own:
+        sure = frontend.current.ask(
+            f"Submit a job, `{command}`? [y/N] ", 60)
     if sure.strip().lower() not in ("y", "yes"):
         return show_text(f"Nothing is submitted: `{command}` needs a y.\nIf "
                          "JupyterLab runs no other cell, press Enter in the "
@@ -65,13 +80,24 @@ def submit(name, flags="", options=""):
                ROOT / "batchfiles" / f"batch-{name}.sh", *flags)
 
 
+def set_variables(is_own):
+    """Set what `sbatch` passes on; is_own: on the cluster of this machine.
+
+    That has none of the partitions that a site.sh may name.
+    """
+    os.environ.update(interpreter.sbatch_variables())
+    if is_own:
+        for name in SITE:
+            os.environ.pop(name, None)
+
+
 @in_one_line
 def queue():
     """My jobs: PD waits, with the reason; R runs, with its nodes."""
-    require(shutil.which("squeue"), no_slurm())
+    require_slurm("squeue")
     ask_slurm()  # what squeue says of a wrong configuration is long
     # as wide as a lesson beside the script
-    return ask("squeue", "--me", "-o", "%.8i %.12j %.2t %.8M %R")
+    return ask("squeue", "--me", "-o", "%.10i %.12j %.2t %.8M %R")
 
 
 def ask(*command):

@@ -1,0 +1,110 @@
+"""notebooks/cluster.ipynb in a real JupyterLab, with a cluster of its own."""
+
+import json
+import os
+import re
+import shutil
+import sys
+
+import pytest
+from cluster import clone_course, needs_namespaces
+from conftest import commit_all, needs, read_book
+from lab import Lesson
+
+from backstage import ROOT
+from workshop.cluster.processes import find_processes
+from workshop.cluster.settings import find_place
+from workshop.results.runs import read
+
+# The jobs are shorter than the lesson's; a node dies in mid-run, as there
+SHORTER = (("--max-steps 200", "--max-steps 60"),
+           ("--max-steps 40", "--max-steps 4 --preset tiny"),
+           ("--max-steps 20", "--max-steps 4 --preset tiny"),
+           ("--checkpoint-every 50", "--checkpoint-every 10"),
+           ("| step   60/", "| step   25/"))
+
+
+def make_clone(folder):
+    """A clone in which the lesson can be opened; the ids of its cells."""
+    clone_course(folder)
+    demo = folder / "fineweb" / "demo"
+    shutil.rmtree(demo)
+    shutil.copytree(ROOT / "fineweb" / "demo", demo)
+    (folder / "site.sh").write_text(f"WORKSHOP_VENV='{sys.prefix}'\n")
+    file = folder / "notebooks" / "cluster.ipynb"
+    text = file.read_text()
+    for long, short in SHORTER:
+        assert long in text, long
+        text = text.replace(long, short)
+    file.write_text(text)
+    commit_all(folder)
+    return [cell.id for cell in read_book(file).cells
+            if cell.cell_type == "code"]
+
+
+def test_the_lesson(tmp_path, lab, page):
+    """From the first cell to the last: what each shows, and what is left."""
+    needs("slurmctld", "munged", "git", "pkill")
+    needs_namespaces()
+    repo, place = tmp_path / "repo", find_place("main")
+    ids = make_clone(repo)
+    lesson = Lesson(page, lab(repo, all_cells=True), "cluster")
+    cells = page.locator(".jp-NotebookPanel:visible .jp-CodeCell")
+    shots, said = os.environ.get("SCREENSHOTS"), {}
+    try:
+        for number, name in enumerate(ids):
+            name = name.removeprefix("cluster-")
+            said[name] = lesson.run_cell(cells.nth(number), timeout=900)
+            if shots:
+                page.screenshot(path=f"{shots}/{number:02}-{name}.png")
+        assert not find_processes(place) and not place.folder.exists()
+        lesson.fits()
+    finally:
+        if find_processes(place):
+            from workshop.cluster.control import Cluster
+
+            Cluster(place).down()
+    look_at(said, repo)
+
+
+def look_at(said, repo):
+    """What the cells have shown is what the answers in the lesson say."""
+    assert said["up"].count("idle") == 3
+    for name in "submit", "two", "limit":
+        assert re.search(r"Submitted batch job \d+", said[name]), said[name]
+    for name in "watch", "two-watch", "node-end":
+        assert "finished: " in said[name], said[name]
+    assert "lit-2n2g" in said["queue"]
+    for name in "limit-watch", "node-watch":
+        assert "resuming after step" in said[name], said[name]
+        assert "start 2" in said[name], said[name]
+    assert "requeueing, to continue" in said["limit-watch"]
+    assert "| step   25/" in said["node"]
+    assert re.search(r"node2\s+NO", said["node"]), said["node"]
+    assert "node[1,3]" in said["node-watch"]
+    differ, = re.findall(r"Of 60 steps, the losses differ by (\S+) at most",
+                         said["difference"])
+    assert float(differ) < 1e-5
+    assert re.search(r"node2\s+yes\s+(idle|mixed)", said["node-start"])
+    # each element has a run
+    assert len([*(repo / "runs").glob("std-*_[123]")]) == 3
+    assert re.search("rank 3 has not answered", said["why"]), said["why"]
+    assert "ranks 0, 1, 2 wait in all_reduce" in said["why"]
+    assert "No cluster is up" in said["down"]
+    broken, = (repo / "runs").glob("ddp-2n2g-*/metrics.2*.csv")
+    run = read(broken.parent)
+    assert [row["step"] for row in run.rows] == [*range(60)]
+    record = json.loads((run.folder / "hyperparameters.json").read_text())
+    assert record["world_size"] == 4
+
+
+@pytest.mark.parametrize("call", [
+    "cluster('on')", "cluster('kill', 'node9')", "watch()", "watch('a', 'b')",
+    "freeze()", "why_job()", "cancel()", "difference('std', 'no')"])
+def test_a_cell_without_a_cluster_says_so_in_a_line(call, monkeypatch):
+    from workshop.notebook import cells
+    from workshop.notebook.shown import COMPLAINT
+
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    text = eval(call, vars(cells)).more[COMPLAINT]
+    assert text and "\n" not in text and len(text) < 200
