@@ -13,12 +13,26 @@ git "${trust[@]}" clone -q --upload-pack "git ${trust[*]@Q} upload-pack" \
     "$course" "$folder/gpt2-workshop"
 cd "$folder/gpt2-workshop" && tool="python -m workshop"
 [ ! -e "$course/site.sh" ] || cp "$course/site.sh" .
+# SLURM, or where there is none, one on this machine, if it has what that needs
+cluster() { (
+    cd "$course"
+    "$VIRTUAL_ENV/bin/python" -m workshop cluster "$1" "--name=rehearsal-$$"
+) 2>/dev/null; }
+sbatch=''
+! timeout 30 sinfo -h &>/dev/null || sbatch=sbatch
+if [ -z "$sbatch" ] && ! command -v qsub >/dev/null && lines=$(cluster up); then
+    trap 'cluster down' EXIT
+    eval "$lines"
+    sbatch="env -u SBATCH_PARTITION -u SBATCH_RESERVATION"  # a site's
+    sbatch+=" -u SBATCH_CONSTRAINT sbatch"
+    echo "the jobs run on a SLURM of this machine: docs/cluster.md" >&2
+fi
 stage() { # make it by its changes, check it, submit what has passed
     local run="$tool launch $1 -- $flags"
     ! command -v qsub >/dev/null || run="qsub -W block=true -v WORKSHOP_VENV=$(
         )$WORKSHOP_VENV,STAGE=$1,FLAGS='$flags' batchfiles/pbs/batch-stage.sh"
-    ! command -v sbatch >/dev/null ||
-        run="sbatch --wait batchfiles/batch-$1-1n2g.sh $flags"
+    [ -z "$sbatch" ] ||
+        run="$sbatch --wait batchfiles/batch-$1-1n2g.sh $flags"
     echo "$1 150 $tool apply $1 --all && $tool check $1
 $1-job 300 $tool script $1 | grep /code/ && $run"
 }

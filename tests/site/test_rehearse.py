@@ -4,26 +4,34 @@ import os
 import re
 import signal
 import subprocess
+import sys
 
 import pytest
-from cluster import wait_for
-from conftest import all_processes, commit_all, copy_course, git
+from cluster import needs_namespaces, wait_for
+from conftest import (
+    all_processes,
+    commit_all,
+    copy_course,
+    git,
+    needs,
+    program,
+)
 
 SCRIPT = "docs/rehearse.sh"
 
 
-def start(tmp_path, activate):
+def start(tmp_path, activate, *more, venv="none"):
     """Rehearse in a course of which there is little but this activate.sh."""
     course, here = tmp_path / "course", tmp_path / "here"
-    copy_course(course, SCRIPT)
-    (course / "notebooks").mkdir()
+    copy_course(course, SCRIPT, *more)
+    (course / "notebooks").mkdir(exist_ok=True)
     (course / "notebooks" / "one").touch()
     (course / "activate.sh").write_text(activate)
     commit_all(course)
     here.mkdir()
     return here, subprocess.Popen(
         ["bash", course / SCRIPT], cwd=here, text=True, stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE, env=os.environ | {"VIRTUAL_ENV": "none"},
+        stdout=subprocess.PIPE, env=os.environ | {"VIRTUAL_ENV": venv},
         preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL)
                             for number in (signal.SIGINT, signal.SIGHUP)])
 
@@ -54,6 +62,30 @@ def test_an_ended_rehearsal_leaves_nothing(tmp_path, number):
     assert not [*here.iterdir()]
     assert not [words for _, words, variables in all_processes()
                 if f"PWD={here}" in " ".join(variables)]
+
+
+@pytest.mark.whole
+def test_without_slurm_it_starts_one(tmp_path, monkeypatch):
+    """The jobs run on this machine's own, of which nothing is left."""
+    needs("slurmctld", "munged")
+    needs_namespaces()
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    monkeypatch.setenv("SBATCH_PARTITION", "a-site's")
+    files = tmp_path / "course" / "batchfiles"
+    files.mkdir(parents=True)
+    for stage in "ddp", "lit":
+        program(files / f"batch-{stage}-1n2g.sh", "#!/bin/sh\n"
+                f"echo {stage} $(hostname) >>{tmp_path}/said\n")
+    here, process = start(
+        tmp_path, "python() { echo /code/; }; jupyter() { :; }", "backstage",
+        "workshop", venv=sys.prefix)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, out + err
+    assert "on a SLURM of this machine" in err
+    assert (tmp_path / "said").read_text() == "ddp node1\nlit node1\n"
+    assert not [words for _, words, _ in all_processes()
+                if "/rehearsal-" in " ".join(words)]
+    assert not [*here.iterdir()]
 
 
 def test_the_hour_on_slurm(slurm):
