@@ -93,9 +93,9 @@ while echo "$@" && [ "$1" = dmon ]; do sleep 1; done
 class Slurm:
     """A cluster, and a clone of the repository that submits to it."""
 
-    def __init__(self, folder, repo, settings):
-        self.folder, self.repo = folder, repo
-        self.cluster, self.nodes = Cluster(Place(folder)), settings.names
+    def __init__(self, cluster, repo):
+        self.folder, self.repo = repo.parent, repo
+        self.cluster, self.nodes = cluster, cluster.settings().names
         self.env = {
             name: value for name, value in os.environ.items()
             if not name.startswith(("SLURM_", "SBATCH_", "WORKSHOP_"))
@@ -198,7 +198,7 @@ def needs_namespaces():
 
 
 @contextmanager
-def start(**settings):
+def start_cluster(**settings):
     """The cluster of `python -m workshop cluster`, with these settings."""
     needs("slurmctld", "munged", "git")
     needs_namespaces()
@@ -206,6 +206,21 @@ def start(**settings):
         settings["prefix"] = f"lab{os.getpid()}-"
     chosen = Settings(**settings)
     folder = Path(tempfile.mkdtemp(prefix="sl"))  # short, for unix sockets
+    folder.chmod(0o755)
+    cluster = Cluster(Place(folder / "lab"))
+    try:
+        cluster.up(chosen)
+        yield cluster
+    finally:
+        cluster.down()
+        if folder.exists():  # else it was empty
+            shutil.rmtree(folder)
+
+
+@contextmanager
+def clone_beside(cluster):
+    """A clone that submits to a cluster; its jobs end with it."""
+    folder = Path(tempfile.mkdtemp(prefix="sl"))
     folder.chmod(0o755)
     repo = folder / "my clone"
     clone_course(repo)
@@ -215,10 +230,17 @@ def start(**settings):
         f'WORKSHOP_VENV="{sys.prefix}"\nPATH="{repo}/bin:$PATH"\n')
     commit_all(repo)
     make_dataset(folder / "data")
-    slurm = Slurm(folder / "lab", repo, chosen)
+    slurm = Slurm(cluster, repo)
     try:
-        slurm.cluster.up(chosen)
         yield slurm
     finally:
-        slurm.cluster.down()
+        slurm("scancel", "--me")
+        wait_for(lambda: not slurm("squeue", "-h").stdout, 120)
         shutil.rmtree(folder)
+
+
+@contextmanager
+def start(**settings):
+    """A cluster with these settings, and a clone beside it."""
+    with start_cluster(**settings) as cluster, clone_beside(cluster) as slurm:
+        yield slurm

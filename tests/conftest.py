@@ -235,13 +235,22 @@ def gpu(monkeypatch):
     return fake
 
 
-@pytest.fixture(scope="module")
-def slurm():
-    """A SLURM of two nodes with four fake GPUs each, and a clone."""
-    from cluster import start  # which imports this file
+@pytest.fixture(scope="session")
+def own_cluster():
+    """A SLURM of three nodes with four simulated GPUs each, for all tests."""
+    from cluster import start_cluster  # which imports this file
 
-    with start() as cluster:
+    with start_cluster() as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def slurm(own_cluster):
+    """That SLURM, and a clone that submits to it."""
+    from cluster import clone_beside  # which imports this file
+
+    with clone_beside(own_cluster) as slurm:
+        yield slurm
 
 
 @pytest.fixture(scope="session")
