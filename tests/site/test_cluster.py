@@ -19,7 +19,7 @@ import pytest
 from cluster import needs_namespaces, wait_for
 from conftest import CLONE_PATH, copy_course, needs
 
-from workshop.cluster.processes import find_processes
+from workshop.cluster.processes import MARK, find_processes
 from workshop.cluster.settings import Place
 
 pytestmark = pytest.mark.whole
@@ -171,6 +171,33 @@ def test_two_clusters(shell):
     assert shell.run("squeue -h", "other") == ""
     shell.cluster("down", "--name=other")
     wait_for(lambda: shell.run("squeue -h -o %T").strip() == "RUNNING", 60)
+
+
+def test_a_node_that_runs_and_one_that_is_drained(shell):
+    """Neither is started again, nor waited for."""
+    shell.cluster("up")
+    before = find_part(shell, "slurmd")
+    assert shell.cluster("start", "node2") == "node2 is up\n"
+    shell.run("scontrol update nodename=node3 state=drain reason=test")
+    shell.cluster("up")
+    assert find_part(shell, "slurmd") == before
+    assert shell.run("sinfo -h -n node3 -o %T") == "drained\n"
+
+
+def test_another_users_process_stays(shell):
+    """Although it says that it is a part: root can read its variables."""
+    if os.getuid():
+        pytest.skip("needs root, to become another user")
+    other = subprocess.Popen(
+        ["setpriv", f"--reuid={NOBODY}", "--clear-groups", "sleep", "600"],
+        env={**os.environ, MARK: str(shell.folder())})
+    try:
+        shell.cluster("up")
+        shell.cluster("down")
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
 
 
 PARTS = {  # of a process's words -> what `status` names, and what `up` starts

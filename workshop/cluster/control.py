@@ -37,8 +37,8 @@ SPACE = 50_000_000  # bytes: logs, and the jobs that wait
 NO_SPACE = ("no space left on device: the cluster needs 50 MB in {}: free "
             "some, or set TMPDIR")
 DAEMONS = ("munged", "slurmctld")
-# States of sinfo in which a node answers. It adds a * if it does not
-ANSWERS = ("idle", "mixed", "allocated", "completing")
+# States of sinfo in which a node does not answer; it also adds a * to others
+SILENT = ("", "down", "unknown")
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,8 @@ class Cluster:
                 return
             require(self.is_up(), "the cluster did not start")
             require(time.monotonic() < end,
-                    f"{', '.join(missing)} did not come up in {PATIENCE} s")
+                    f"{', '.join(missing)} did not come up in {PATIENCE} s: "
+                    "python -m workshop cluster down, then up")
             time.sleep(0.1)
 
     def find_missing(self, names: list[str]) -> list[str]:
@@ -190,8 +191,11 @@ class Cluster:
         if not self.place.started.exists():
             return ["the network"]
         states = self.ask_states()
-        return [name for name in names
-                if name not in DAEMONS and states.get(name) not in ANSWERS]
+        for name in names:
+            state = states.get(name, "")
+            if name not in DAEMONS and (state in SILENT or "*" in state):
+                missing.append(name)
+        return missing
 
     def ask_states(self) -> dict[str, str]:
         """Return the state of each node, as sinfo names it; none if SLURM
@@ -229,7 +233,8 @@ class Cluster:
         """Start a node or a daemon that does not run, and wait for it."""
         self.require_part(name)
         with self.locked():
-            self.request(name)
+            if Part(name, True) not in self.parts():
+                self.request(name)
             self.wait_for_parts([name])
 
     def kill_node(self, name: str) -> None:

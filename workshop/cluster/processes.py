@@ -46,12 +46,18 @@ def find_processes(place: Place) -> list[Process]:
     mark = f"{MARK}={place.folder}"
     found = []
     for pid in proc.list_processes():
-        environment = proc.read_text(f"/proc/{pid}/environ")
-        if pid != os.getpid() and mark in environment.split("\0"):
+        environment = proc.read_text(f"/proc/{pid}/environ").split("\0")
+        if mark in environment and pid != os.getpid() and is_mine(pid):
             words = proc.read_command(pid)
             if proc.read_state(pid) not in "ZX?":
                 found.append(Process(pid, words))
     return found
+
+
+def is_mine(pid: int) -> bool:
+    """Say whether a process is this user's: root can read all variables."""
+    status = proc.read_text(f"/proc/{pid}/status")
+    return f"\nUid:\t{os.getuid()}\t" in status
 
 
 def find_holder(processes: list[Process], *words: str) -> Process | None:
