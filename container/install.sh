@@ -21,7 +21,7 @@ packages)
     ;;
 environment)
     mkdir -p "$venv"
-    # a copy without git's folder has no other need of it
+    # an empty folder that is ours: activate.sh sets it up for everybody
     WORKSHOP_VENV=$venv bash -c 'source activate.sh'
     chmod -R a+rX "$venv"
     ;;
