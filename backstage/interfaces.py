@@ -1,7 +1,6 @@
 """What the stage scripts hand to backstage, as types.
 
-Each stage has classes of its own with these fields and methods. This needs
-only the standard library, from Python 3.9 on.
+Each stage has classes of its own with these fields and methods.
 """
 
 from __future__ import annotations

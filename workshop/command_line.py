@@ -1,7 +1,6 @@
 """The command line of the course's tools: groups of commands, some hidden.
 
-rankcheck's parser reads the words of one command. Only the standard library,
-from Python 3.9 on.
+rankcheck's parser reads the words of one command.
 """
 
 from __future__ import annotations

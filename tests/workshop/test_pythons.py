@@ -242,7 +242,7 @@ def test_runs_with_the_standard_library_alone(words):
 
 
 @pytest.mark.parametrize("words", [
-    "check ddp 3", "verify tests/tables/foreign/ddp.py", "plot"])
+    "check ddp 3", "verify starter/train.py", "plot"])
 def test_what_needs_a_package_says_so_in_a_line(words):
     end = subprocess.run(
         [oldest_python(), "-S", "-m", "workshop", *words.split()], cwd=ROOT,

@@ -1,7 +1,4 @@
-"""python -m workshop cluster up | status | down: a SLURM on this machine.
-
-Only the standard library, from Python 3.9 on.
-"""
+"""python -m workshop cluster up | status | down: a SLURM on this machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The text of the files that SLURM and a shell read.
-
-Only the standard library, from Python 3.9 on.
-"""
+"""The text of the files that SLURM and a shell read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Starts, looks at and ends a cluster, from outside of its namespaces.
-
-Only the standard library, from Python 3.9 on.
-"""
+"""Starts, looks at and ends a cluster, from outside of its namespaces."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@
 
 If it ends, the kernel ends all other processes there, and the namespaces with
 their mounts and interfaces. So nothing of a cluster can be left over.
-Only the standard library, from Python 3.9 on.
 """
 
 from __future__ import annotations

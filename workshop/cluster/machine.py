@@ -1,7 +1,4 @@
-"""What this machine needs for a cluster, and what it lacks.
-
-Only the standard library, from Python 3.9 on.
-"""
+"""What this machine needs for a cluster, and what it lacks."""
 
 from __future__ import annotations
 

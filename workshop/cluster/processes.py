@@ -1,7 +1,6 @@
 """Finds the processes of a cluster, by a variable that they have inherited.
 
 Nothing is remembered: a PID may be another process's by now.
-Only the standard library, from Python 3.9 on.
 """
 
 from __future__ import annotations

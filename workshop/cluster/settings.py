@@ -1,7 +1,4 @@
-"""What a cluster has, and where its files are.
-
-Only the standard library, from Python 3.9 on.
-"""
+"""What a cluster has, and where its files are."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The plan of a session, as docs/INSTRUCTOR.md has it.
-
-"""
+"""The plan of a session, as docs/INSTRUCTOR.md has it."""
 
 import re
 from dataclasses import dataclass

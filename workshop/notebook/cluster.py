@@ -1,7 +1,4 @@
-"""The cells of the lesson that has a cluster on this machine.
-
-Only the standard library, from Python 3.9 on.
-"""
+"""The cells of the lesson that has a cluster on this machine."""
 
 from __future__ import annotations
 
@@ -226,8 +223,9 @@ def difference(first, then):
              for step in range(steps)]
     most = max(abs(a / b - 1) for a, b in pairs)
     rows = [("run", "world size", "steps", "last loss")]
-    rows += [(show_path(run.folder), run.world_size, len(run.rows),
-              f"{run.rows[-1]['loss']:.6f}") for run in (one, other)]
+    for run in one, other:
+        rows.append((show_path(run.folder), str(run.world_size),
+                     str(len(run.rows)), f"{run.rows[-1]['loss']:.6f}"))
     return shown.as_table(rows, notes=[
         f"Of {steps} steps, the losses differ by {most:.1e} at most "
         "(relative)."])
