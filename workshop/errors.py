@@ -1,8 +1,7 @@
 """Errors of rankcheck, which the tools report as their own.
 
 backstage and rankcheck know nothing of each other: each has a `UserError`, a
-line that says what is wrong and what to do. Only the standard library, from
-Python 3.9 on.
+line that says what is wrong and what to do.
 """
 
 from __future__ import annotations
