@@ -68,7 +68,10 @@ def use_cluster() -> bool:
     Returns:
         Whether it is.
     """
-    cluster = own_cluster()
+    try:
+        cluster = own_cluster()
+    except UserError:  # a site's TMPDIR may be one that cannot hold it
+        return False
     config, folder = str(cluster.place.config), str(cluster.place.bin)
     if cluster.is_up():
         if os.environ.get("SLURM_CONF") != config:
