@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rankcheck.engine.events import TO_ONE, Event
 from rankcheck.engine.ranks import Launch
+from rankcheck.engine.waits import find_stuck
 
 IDLE = 3.0  # seconds without anything to do after which it may hang
 PATIENCE = 120.0  # seconds without an update, in which it may wait
@@ -194,11 +195,7 @@ def hangs(events: Sequence[list[Event]], lines: Sequence[int | None],
                for theirs in others.values()):
             return True
         waits[rank] = {other for other, theirs in others.items() if not theirs}
-    stuck = {rank for rank in waits if waits[rank]}
-    while left := {rank for rank in stuck
-                   if not waits[rank] & (stuck | ended)}:
-        stuck -= left
-    return bool(stuck)
+    return bool(find_stuck(waits, ended))
 
 
 def kind(call: Event) -> tuple[str, int]:

@@ -18,6 +18,7 @@ from statistics import mode
 from typing import TYPE_CHECKING, NamedTuple
 
 from rankcheck.engine.findings import Finding
+from rankcheck.engine.waits import find_cycle, find_stuck
 from rankcheck.system.sources import is_mpi_call
 from rankcheck.why import seen
 from rankcheck.why.ranks import (
@@ -290,47 +291,14 @@ def deadlock(job: Job) -> Diagnosis | None:
     blocked = job.select(lambda rank: rank.is_blocked)
     waits = {rank: RankList(other for other in job.waits_for(rank)
                             if other in blocked) for rank in blocked}
-    cycle = find_cycle(waits)
-    if not cycle:
+    if not find_stuck(waits):
         return None
+    cycle = find_cycle(waits)
     # the one in whose collective the most others wait is right
     in_order = sorted(cycle, key=lambda rank: rank.rank)
     blamed = sorted(in_order, key=lambda rank: len(job.waiters_of(rank)))[-1]
     return Diagnosis(RankList([blamed]), ", and ".join(
         f"rank {rank.rank} {seen.describe_wait(rank)}" for rank in cycle))
-
-
-def find_cycle(waits: Mapping[Rank, Sequence[Rank]]) -> list[Rank]:
-    """Return the shortest circle of ranks each of which waits for the next;
-    [] if there is none.
-
-    Args:
-        waits: {rank: those for whom it waits}.
-    """
-    shortest: list[Rank] = []
-    for first in waits:
-        cycle = find_way_back(first, waits)
-        if cycle and (not shortest or len(cycle) < len(shortest)):
-            shortest = cycle
-        if len(shortest) == 2:
-            break  # there is no shorter one
-    return shortest
-
-
-def find_way_back(first: Rank,
-                  waits: Mapping[Rank, Sequence[Rank]]) -> list[Rank]:
-    """Return the shortest way from a rank to itself, itself first; [] without
-    one.
-    """
-    ways, reached = {first: [first]}, [first]
-    for rank in reached:  # which grows: the nearest ones first
-        for other in waits[rank]:
-            if other is first:
-                return ways[rank]
-            if other not in ways:
-                ways[other] = [*ways[rank], other]
-                reached.append(other)
-    return []
 
 
 # As they come and go: one look may see several ranks at different moments
