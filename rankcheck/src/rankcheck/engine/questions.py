@@ -21,7 +21,8 @@ class Question(Generic[Subject]):
         answer: returns findings; it starts nothing and changes nothing.
         applies: whether the question is asked about a subject.
         ends: whether a failure ends the questions: after a script that did
-            not come to its end, the others have nothing to look at.
+            not come to its end, the others have nothing to look at. So does
+            an exception: then it is not known whether they have.
     """
 
     title: str
@@ -77,6 +78,8 @@ def ask_all(questions: Iterable[Question[Subject]], subject: Subject,
             answered = question.ask(subject)
         except Exception as error:
             errors.append(f"{question.title}: {describe_error(error)}")
+            if question.ends:
+                break
             continue
         findings += answered
         for finding in answered:
