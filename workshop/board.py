@@ -72,7 +72,8 @@ class Board:
         """Take in a line that the check prints: an event, as a rule.
 
         Libraries print, too; only our own warnings are worth showing. An
-        error is the last line, and no event comes after it.
+        error is the last line, and no event comes after it. If it comes after
+        the verdict, that is none, and the error says why.
         """
         try:
             self.update(json.loads(line))
@@ -80,6 +81,8 @@ class Board:
             self.said = line.strip() or self.said
             if line.startswith("warning: "):
                 self.update({"finding": ["warn", self.said[9:], ""]})
+            if line.startswith("error: ") and self.right is False:
+                self.update({"finding": ["warn", self.said[7:], ""]})
 
     def end(self) -> None:
         """No more lines come: if no verdict has, the check has failed."""

@@ -76,6 +76,12 @@ def test_what_libraries_print_is_no_finding():
                             f'{{"right": {right}}}\n', *NOISE)
         assert board.right is (right == "true") and not board.findings
         assert board.last == "it is so"
+    # an error after the verdict says why there is none
+    board = board_after('{"say": "this is no verdict"}\n',
+                        '{"right": false}\n',
+                        "error: rankcheck itself failed: odd\n")
+    assert board.findings == [["warn", "rankcheck itself failed: odd", ""]]
+    assert "rankcheck itself failed: odd" in board.to_html()
     # nor is what they print before the last words
     for words in "error: the folder is full", "interrupted":
         board = board_after(*NOISE, f"{words}\n")

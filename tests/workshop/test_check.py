@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,13 @@ from rankcheck.engine.trial import Trial, watch
 from rankcheck.engine.workspace import Workspace
 from rankcheck.system.errors import UserError
 from rankcheck_testing.planted import load_all
-from workshop.check import plan
+from workshop.check import plan, questions
 from workshop.check.command import check
 from workshop.check.questions import ask
 from workshop.check.trials import Bench
 from workshop.diff import checked, documents
 from workshop.diff.diff import Diff
+from workshop.instructor import classroom
 from workshop.stages import STAGES
 
 SUITE = {"ddp: a segmentation fault": pytest.mark.whole}
@@ -195,6 +197,26 @@ def test_a_kernel_of_the_table(name, tmp_path):
             if finding.verdict != "ok"]
     assert len(said) == (not case.right)
     assert all(words in "".join(said) for words in case.says)
+
+
+def test_an_error_of_the_check_itself_is_no_verdict(
+        tmp_path, capsys, monkeypatch):
+    """Neither on the script, nor for the class; the exit status is 2."""
+    noted = []
+    monkeypatch.setattr(checked, "record", lambda *what: noted.append(what))
+    monkeypatch.setattr(
+        classroom, "note", lambda *what, **more: noted.append(what))
+    broken = [replace(question, answer=lambda examined: examined.nothing)
+              if question.title == "it runs to its end" else question
+              for question in questions.QUESTIONS]
+    monkeypatch.setattr(questions, "QUESTIONS", broken)
+    report = check("ddp", STAGES["ddp"].solution)
+    out = capsys.readouterr().out
+    assert report.status == 2 and not report.ok and not noted
+    error, = report.internal_errors
+    assert error.startswith("it runs to its end: AttributeError: ")
+    assert not report.failures and "FAIL" not in out
+    assert out.endswith("\nThe check itself failed: this is no verdict.\n")
 
 
 @pytest.mark.whole

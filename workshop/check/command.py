@@ -128,7 +128,12 @@ def require_no_syntax_error(script: Path, data: bytes) -> None:
 
 
 def note_whole_check(stage: str, data: bytes, report: Report) -> None:
-    """Record that a script has passed, and tell the class."""
+    """Record that a script has passed, and tell the class what was found.
+
+    After an error of its own the check does not know whether it is right.
+    """
+    if report.internal_errors:
+        return
     if report.ok:
         checked.record(stage, data)
     titles = [finding.question for finding in report.failures]
