@@ -728,7 +728,8 @@ def test_gradients_that_a_script_has_reduced_before_its_copies_get_them(
 
 def test_a_CPU_compresses_gradients_too(monkeypatch):
     for owner, name in ((DDP, "_check_comm_hook"), (SyncBatchNorm, "forward"),
-                        (DDP, "_passing_sync_batchnorm_handle")):
+                        (DDP, "_passing_sync_batchnorm_handle"),
+                        (functional, "batch_norm")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     batchnorm(recorder()[0])
     DDP._check_comm_hook(None, bf16_compress_hook)
@@ -779,6 +780,48 @@ class Synchronised(torch.nn.BatchNorm1d):
     (torch.nn.Linear(2, 2), False)])
 def test_statistics_of_one_process(layer, own):
     assert takes_own_statistics(layer) == own
+
+
+class InFloat(torch.nn.BatchNorm1d):
+    """As scripts write it for bf16: the statistics are of this process."""
+
+    def forward(self, x):
+        return super().forward(x.float())
+
+
+class Averaged(torch.nn.BatchNorm1d):
+    """It normalises by what the ranks have averaged before."""
+
+    def forward(self, x):
+        return functional.batch_norm(x, self.running_mean, self.running_var)
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("layer", "own"), [
+    (InFloat(2), True), (InFloat(2).eval(), False), (Averaged(2), False),
+    (Synchronised(2), False), (SyncBatchNorm(2), False),
+    (torch.nn.Sequential(SyncBatchNorm(2), InFloat(2)), True)])
+def test_statistics_that_a_script_s_own_module_takes(
+        monkeypatch, alone, layer, own):
+    for owner, name in ((DDP, "_check_comm_hook"), (SyncBatchNorm, "forward"),
+                        (DDP, "_passing_sync_batchnorm_handle"),
+                        (functional, "batch_norm")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    log, _ = recorder()
+    batchnorm(log)
+    with torch.no_grad():
+        layer(torch.randn(4, 2))
+    assert not log.seen["batchnorm"]  # it does not train
+    layer(torch.randn(4, 2))
+    assert log.seen["batchnorm"] == own
 
 
 @pytest.mark.parametrize(("stream", "workers"), [

@@ -119,16 +119,36 @@ def dropout(log: Log) -> None:
 
 
 def batchnorm(log: Log) -> None:
-    """Gather the samples in SyncBatchNorm: PyTorch's needs a GPU."""
+    """Gather the samples in SyncBatchNorm: PyTorch's needs a GPU.
+
+    batchnorm: set where else the statistics of a microbatch enter the loss,
+    as in a module of the script's own that calls PyTorch's function.
+    """
+    gathers = False
+
+    @replace(F, "batch_norm")
+    def normalise(function: Callable[..., torch.Tensor], *args: Any,
+                  **kwargs: Any) -> torch.Tensor:
+        # input, running mean and variance, weight, bias, training
+        training = kwargs.get("training", args[5] if args[5:] else False)
+        if training and torch.is_grad_enabled() and not gathers:
+            log.seen["batchnorm"] = True
+        return function(*args, **kwargs)
+
     @replace(SyncBatchNorm, "forward")
     def forward(forward: Callable[..., torch.Tensor], norm: SyncBatchNorm,
                 x: torch.Tensor) -> torch.Tensor:
+        nonlocal gathers
         if not (norm.training and dist.is_initialized()):
             return forward(norm, x)
         group = norm.process_group or dist.group.WORLD
         gathered: tuple[torch.Tensor, ...] = all_gather(  # type: ignore[no-untyped-call]  # torch's
             x, group)
-        whole = _BatchNorm.forward(norm, torch.cat(gathered))
+        gathers = True
+        try:
+            whole = _BatchNorm.forward(norm, torch.cat(gathered))
+        finally:
+            gathers = False
         sizes = [len(part) for part in gathered]
         parts: tuple[torch.Tensor, ...] = whole.split(  # type: ignore[no-untyped-call]  # torch's
             sizes)

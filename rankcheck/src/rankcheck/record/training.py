@@ -90,8 +90,8 @@ def use(log: Log, module: str) -> None:
 def takes_own_statistics(module: nn.Module) -> bool:
     """Return whether it normalises by the samples of this process alone.
 
-    Of a subclass with a forward pass of its own that is not known: it may ask
-    the other ranks.
+    A subclass with a forward pass of its own may ask the other ranks; whether
+    it does not, `torch_api.batchnorm` sees by what it calls.
     """
     return (isinstance(module, _BatchNorm) and module.training
             and type(module).forward is _BatchNorm.forward)
