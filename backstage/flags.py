@@ -4,7 +4,6 @@ The flags are the fields of the stage's `Hyperparameters`, first `RunFlags`.
 Their defaults come from the resumed run, the preset, or the machine.
 """
 
-
 import os
 import re
 import sys
