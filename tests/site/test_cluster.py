@@ -19,6 +19,8 @@ import pytest
 from cluster import needs_namespaces, wait_for
 from conftest import CLONE_PATH, copy_course, needs
 
+from backstage.errors import UserError
+from workshop.cluster.control import lock_folder
 from workshop.cluster.processes import MARK, find_processes
 from workshop.cluster.settings import Place
 
@@ -198,6 +200,23 @@ def test_another_users_process_stays(shell):
     finally:
         other.kill()
         other.wait()
+
+
+def test_a_folder_that_another_user_makes_meanwhile(tmp_path):
+    """After `find_place` has looked: it is not used."""
+    folder = tmp_path / "above"
+    os.close(lock_folder(folder))
+    folder.chmod(0o777)
+    with pytest.raises(UserError, match="another user may write in"):
+        lock_folder(folder)
+    folder.chmod(0o700)
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(UserError, match="cannot be used"):
+        lock_folder(tmp_path / "link")
+    if not os.getuid():
+        os.chown(folder, NOBODY, NOBODY)
+        with pytest.raises(UserError, match="another user may write in"):
+            lock_folder(folder)
 
 
 PARTS = {  # of a process's words -> what `status` names, and what `up` starts

@@ -27,7 +27,7 @@ from workshop.cluster.processes import (
     kill,
     kill_all,
 )
-from workshop.cluster.settings import Place, Settings
+from workshop.cluster.settings import Place, Settings, require_own
 
 PATIENCE = 120  # seconds for all nodes to come up, on a busy machine
 SPACE = 50_000_000  # bytes: logs, and the jobs that wait
@@ -323,23 +323,32 @@ class Cluster:
 def lock_folder(folder: Path) -> int:
     """Make and lock a folder, in which no other user may write.
 
+    Another user may have made it, or a link in its place, after `find_place`
+    has looked.
+
     Returns:
         The open folder.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: it cannot be made, or another user may write in it.
     """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     while True:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            opened = os.open(folder, flags)
         except OSError as error:
             raise UserError(f"{folder} cannot be used: {error.strerror}: "
                             "remove what has its name, or set TMPDIR"
                             ) from error
+        try:
+            require_own(folder, os.fstat(opened))
+        except UserError:
+            os.close(opened)
+            raise
         fcntl.flock(opened, fcntl.LOCK_EX)
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(opened), folder.stat()):
+            if os.path.samestat(os.fstat(opened), folder.lstat()):
                 return opened
         os.close(opened)  # another command has removed it meanwhile
 

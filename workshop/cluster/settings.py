@@ -149,7 +149,16 @@ def find_place(name: str) -> Place:
         found = above.lstat()
     except FileNotFoundError:
         return Place(above / name)
+    require_own(above, found)
+    return Place(above / name)
+
+
+def require_own(folder: Path, found: os.stat_result) -> None:
+    """Raise a `UserError` unless this user alone may change a folder.
+
+    Args:
+        found: what the system says of it, without following a link.
+    """
     require(stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
             and not found.st_mode & 0o022,
-            f"another user may write in {above}: remove it, or set TMPDIR")
-    return Place(above / name)
+            f"another user may write in {folder}: remove it, or set TMPDIR")
