@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 from cluster import needs_namespaces, wait_for
-from conftest import CLONE_PATH, copy_course, needs
+from conftest import CLONE_PATH, copy_course, needs, program
 
 from backstage.errors import UserError
+from workshop.cluster.config import Programs, write_commands
 from workshop.cluster.control import lock_folder
 from workshop.cluster.processes import MARK, find_processes
 from workshop.cluster.settings import Place
@@ -200,6 +201,34 @@ def test_another_users_process_stays(shell):
     finally:
         other.kill()
         other.wait()
+
+
+def test_a_process_with_the_number_of_one_that_has_ended(tmp_path):
+    """A command enters the namespaces of this user's cluster alone."""
+    if os.getuid():
+        pytest.skip("needs root, to become another user")
+    needs("setpriv", "nsenter")
+    place = Place(tmp_path / "main")
+    place.bin.mkdir(parents=True)
+    program(tmp_path / "sbatch", "#!/bin/sh\necho it is called\n")
+    words = [sys.executable, "-c", "import time; time.sleep(600)",
+             "workshop.cluster.inside", "cluster", str(place.folder)]
+    other_user = ["setpriv", f"--reuid={NOBODY}", "--clear-groups"]
+    for start, said in (([], "it is called\n"), (other_user, "")):
+        process = subprocess.Popen([*start, *words], cwd="/")
+        command = Path(f"/proc/{process.pid}/cmdline")
+        try:
+            wait_for(lambda: command.read_text().startswith(  # noqa: B023
+                sys.executable), 30)
+            write_commands(place, Programs(str(tmp_path / "sbatch"), (22, 5),
+                                           "root", True), process.pid)
+            end = subprocess.run([place.bin / "sbatch"], text=True,
+                                 capture_output=True)
+        finally:
+            process.kill()
+            process.wait()
+        assert end.stdout == said, end.stderr
+    assert "is not up: python -m workshop cluster up" in end.stderr
 
 
 def test_a_folder_that_another_user_makes_meanwhile(tmp_path):

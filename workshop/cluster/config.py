@@ -78,8 +78,10 @@ echo export WORKSHOP_GPUS=simulated
 COMMAND = """\
 #!/bin/sh
 # {command} in the namespaces of a cluster that `python -m workshop cluster up`
-# has started. The process may have ended, and another may have its number.
-if ! tr '\\0' ' ' 2>/dev/null </proc/{pid}/cmdline |
+# has started. The process may have ended, and another may have its number,
+# also one of another user, with the same words.
+if ! [ -O /proc/{pid} ] ||
+    ! tr '\\0' ' ' 2>/dev/null </proc/{pid}/cmdline |
     grep -qF -e ' workshop.cluster.inside cluster {folder} '; then
     echo "{command}: the cluster in {folder} is not up:" \\
         "python -m workshop cluster up" >&2
