@@ -4,6 +4,7 @@ There is no Jupyter here: what a kernel would display is printed.
 test_lab.py and test_notebooks.py have real kernels.
 """
 
+import json
 import os
 import re
 import signal
@@ -222,6 +223,23 @@ def test_it_ends_with_its_kernel(kernel):
     assert is_alive(pid)
     process.kill()
     wait_for(lambda: not is_alive(pid), 60)
+
+
+def test_the_file_that_says_that_it_lives_ends_with_it(repo, tmp_path):
+    """Also where the end takes a while, in which it is not made again."""
+    record = {"root_dir": str(repo)}
+    (tmp_path / "jpserver-1.json").write_text(json.dumps(record))
+    path = os.pathsep.join([str(repo), str(repo / "rankcheck" / "src")])
+    end = subprocess.run(
+        [sys.executable, "-c", "import atexit, os, time\n"
+         "atexit.register(time.sleep, 2)\n"
+         "from workshop.notebook import following\n"
+         "file = following.pulse()\nprint(file, os.path.exists(file))"],
+        cwd=repo, text=True, capture_output=True, check=True, env={
+            **os.environ, "PYTHONPATH": path, "JPY_PARENT_PID": "1",
+            "JUPYTER_RUNTIME_DIR": str(tmp_path)})
+    name, _, was_there = end.stdout.strip().partition(" ")
+    assert was_there == "True" and not (repo / name).exists()
 
 
 def test_a_python_that_does_not_start_is_a_line(kernel, repo):

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
 
 from backstage import ROOT
 from workshop.diff import checked, page
@@ -66,20 +65,27 @@ def pulse() -> str:
     """
     file = ROOT / "notebooks" / "__pycache__" / f"alive-{os.getpid()}"
 
-    def beat() -> NoReturn:
-        while True:
+    ends = threading.Event()
+
+    def beat() -> None:
+        while not ends.wait(0.5):
             with contextlib.suppress(OSError):
                 file.write_text(str(time.time()))
-            time.sleep(0.5)
+
+    def end() -> None:
+        ends.set()
+        writer.join()  # else it makes the file again
+        file.unlink(missing_ok=True)
 
     try:
         path = file.resolve().relative_to(server_root() or "").as_posix()
         file.parent.mkdir(exist_ok=True)
-        file.touch()
+        file.write_text(str(time.time()))
     except (OSError, ValueError):
         return ""
-    atexit.register(file.unlink, missing_ok=True)
-    threading.Thread(target=beat, daemon=True).start()
+    writer = threading.Thread(target=beat, daemon=True)
+    writer.start()
+    atexit.register(end)
     return path
 
 
