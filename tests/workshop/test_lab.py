@@ -423,6 +423,29 @@ def test_the_journey_from_ddp(page, lab, repo):
     page.locator(".jp-Stdin-input").press("Enter")  # as submit() says
 
 
+def test_a_view_that_comes_late_lives(page, lab, repo):
+    """In a cell that has had one, though the machine was busy for so long."""
+    shutil.copy(STAGES["ddp"].solution, repo / "code/train_gpt2.py")
+    file = repo / "workshop" / "notebook" / "following.py"
+    shown = "output = frontend.Output(alive(view()).bundle())"
+    text = file.read_text()
+    assert shown in text
+    file.write_text(text.replace(shown, f"""bundle = alive(view()).bundle()
+    time.sleep(12 * (ROOT / "busy").exists())
+    {shown.replace("alive(view()).bundle()", "bundle")}"""))
+    lesson = Lesson(page, lab(repo, all_cells=True), "diff_lit")
+    lesson.run('diff("lit")')
+    dead = page.get_by_text("does not follow your script any more")
+    lesson.expect(dead).to_be_hidden()
+    page.wait_for_timeout(1500)  # its file has been read
+    (repo / "busy").touch()
+    lesson.run('diff("lit")')
+    page.wait_for_timeout(3000)
+    assert dead.is_hidden()
+    os.kill(server_of(repo), 9)
+    lesson.expect(dead).to_be_visible()
+
+
 def test_the_journey_to_the_first_submitted_job(
         page, lab, slurm, tmp_path, monkeypatch):
     """From start_here, by Shift+Enter, Ctrl+S and links alone.

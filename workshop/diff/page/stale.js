@@ -2,7 +2,8 @@
 // the kernel is another one: the page alone can say so. The kernel writes the
 // time into a file again and again. A view is dead if that stands still, if it
 // is older than this page (reloaded, or a second tab), or if it was old when
-// its cell saw it first (closed, and opened again).
+// its cell saw it first (closed, and opened again). A cell that has had a live
+// view is the same since then: what it shows has just come, however late.
 ((script, path, born) => {
   const line = script.previousElementSibling, begin = performance.now();
   const page = document.getElementById("jupyter-config-data");
@@ -22,7 +23,8 @@
         changed = performance.now();
         // The kernel wrote it a moment ago, or longer ago where it is busy, so
         // the page may be younger than one of these times says.
-        fresh[born] ??= now - (changed - begin) / 1000 < born + 10;
+        fresh[born] ??= Object.values(fresh).includes(true)
+          || now - (changed - begin) / 1000 < born + 10;
         if (times++ < 20) fresh[born] &&= now - changed / 1000 < born;
       }
     } catch {}  // the server is gone, too
