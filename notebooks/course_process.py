@@ -161,9 +161,15 @@ class CourseProcess:
             self.is_collecting = False
 
     def wait_until_ready(self) -> bool:
-        """Wait for the first message; returns whether there is one."""
+        """Wait until it says what it can do; returns whether it does.
+
+        A package may print something before that.
+        """
         with stop_button(self.events):
             event = self.events.get()
+            while isinstance(event, Printed):
+                publish(event)
+                event = self.events.get()
         if isinstance(event, Stopped):
             self.kill()
             raise NotStarted("interrupted")

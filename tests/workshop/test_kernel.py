@@ -4,6 +4,7 @@ There is no Jupyter here: what a kernel would display is printed.
 test_lab.py and test_notebooks.py have real kernels.
 """
 
+import io
 import json
 import os
 import re
@@ -16,7 +17,9 @@ import pytest
 from cluster import wait_for
 from conftest import copy_desk
 
+from backstage import ROOT
 from notebooks import course_messages
+from workshop.notebook import server
 
 # Cells that only a test needs.
 MORE_CELLS = '''
@@ -145,9 +148,24 @@ def test_outputs_and_a_question_keep_their_order(kernel):
         "before", "Really? after yes", "end"]
 
 
+UPDATED = """
+import threading
+publish, is_updated = process.publish, threading.Event()
+
+def show(event):
+    publish(event)
+    if isinstance(event, process.Update):
+        is_updated.set()
+
+process.publish = show
+later()
+is_updated.wait(60)
+print("seen")
+"""
+
+
 def test_a_view_is_updated_after_its_cell(kernel):
-    assert said(kernel("later()\nprint('end')\nimport time; time.sleep(3)")
-                ) == ["at first", "end", "later"]
+    assert said(kernel(UPDATED)) == ["at first", "later", "seen"]
 
 
 def test_one_process_serves_all_cells(kernel):
@@ -258,3 +276,52 @@ def test_what_is_no_message_is_refused():
                     course_messages.Call("diff", ["ddp"], {}, "", {})):
         line = course_messages.encode(message)
         assert course_messages.decode(line) == message
+
+
+class CutInTwo(io.StringIO):
+    """A pipe that takes a part of a message; then a signal arrives."""
+
+    def write(self, text):
+        super().write(text[:9])
+        self.on_signal()
+        return 9 + super().write(text[9:])
+
+
+def test_an_interrupt_waits_until_a_message_is_sent():
+    """A part of one would spoil the next, which may be the result."""
+    replies = CutInTwo()
+    kernel = server.Kernel(io.StringIO(), replies)
+    replies.on_signal = kernel.on_signal
+    kernel.is_running = True
+    with pytest.raises(KeyboardInterrupt):
+        kernel.send(course_messages.Printed("a line of a cell"))
+    kernel.is_running = False
+    kernel.send(course_messages.Result(None))
+    sent = [course_messages.decode(line)
+            for line in replies.getvalue().splitlines()]
+    assert sent == [course_messages.Printed("a line of a cell"),
+                    course_messages.Result(None)]
+
+
+WARNS = """\
+import sys
+import course_process
+
+code = '''
+from notebooks.course_messages import Cells, Printed, encode
+print(encode(Printed("a warning\\\\n")), end="")
+print(encode(Cells({"diff": ""})), end="", flush=True)
+input()
+'''
+process = course_process.CourseProcess([sys.executable, "-c", code])
+print(process.wait_until_ready(), process.docs)
+process.kill()
+"""
+
+
+def test_what_is_printed_before_it_is_ready():
+    """As a warning of a package; it is no end."""
+    end = subprocess.run(
+        [sys.executable, "-c", WARNS], cwd=ROOT / "notebooks", text=True,
+        capture_output=True, timeout=60)
+    assert end.stdout == "a warning\nTrue {'diff': ''}\n", end.stderr

@@ -88,8 +88,10 @@ class Controller:
         self.place.started.touch()
         while True:
             for request in self.place.requests.iterdir():
-                with contextlib.suppress(UserError):  # the log has it
+                try:
                     self.start(request.name)
+                except UserError as error:
+                    print(error, flush=True)  # into cluster.log
                 request.unlink()
             reap()
             time.sleep(LOOK)

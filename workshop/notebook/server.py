@@ -53,15 +53,31 @@ class Kernel:
         self.answers: SimpleQueue[str] = SimpleQueue()
         self.is_running = False  # whether a call is in progress
         self.was_interrupted = False  # whether that was told to end
+        self.is_sending = False  # whether the main thread sends a message
+        self.is_due = False  # whether an interrupt waits for its end
 
     def send(self, message: Message) -> None:
-        """Send a message, unless the kernel has ended."""
+        """Send a message, unless the kernel has ended.
+
+        An interrupt waits: a message that is cut would spoil the next one.
+
+        Raises:
+            KeyboardInterrupt: the call in progress was interrupted.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main:
+            self.is_sending = True
         with self.lock:
             try:
                 self.replies.write(encode(message))
                 self.replies.flush()
             except OSError:
                 pass
+        if is_main:
+            self.is_sending = False
+            if self.is_due:
+                self.is_due = False
+                raise KeyboardInterrupt
 
     def display(self, bundle: Bundle, display_id: str) -> None:
         self.send(Display(bundle, display_id))
@@ -97,8 +113,12 @@ class Kernel:
 
     def on_signal(self, *ignored: object) -> None:
         """End the call in progress, once: programs have their own signal."""
-        if self.is_running and not self.was_interrupted:
-            self.was_interrupted = True
+        if not self.is_running or self.was_interrupted:
+            return
+        self.was_interrupted = True
+        if self.is_sending:
+            self.is_due = True
+        else:
             raise KeyboardInterrupt
 
     def run(self, call: Call, functions: dict[str, Callable[..., object]]
