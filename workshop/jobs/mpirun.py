@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from backstage.process import add_library
 from rankcheck.engine.run import Run, Torchrun
 from rankcheck.system.errors import require
 from workshop.jobs import mpirun_proxy
@@ -107,6 +108,7 @@ class Mpirun(Torchrun):
         return variables
 
     def join(self, start: Run, log: Log) -> None:
+        add_library("/workshop/jobs/")
         if not self.sleeping:
             return
         # in an allocation's shell Open MPI would take a process that plain
