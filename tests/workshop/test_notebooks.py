@@ -716,3 +716,12 @@ def test_a_cell_with_a_wrong_argument_says_so_in_a_line(call, capsys):
 
 def test_two_equal_stages_have_no_changes():
     assert cells.compare("std", "std").text == ""
+
+
+def test_a_notebook_is_as_the_filter_of_git_leaves_it():
+    """Else git would call it changed in each clone that has the filter."""
+    for file in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        text = file.read_text("utf-8")
+        written = json.dumps(json.loads(text), indent=1, sort_keys=True,
+                             ensure_ascii=False)
+        assert text == f"{written}\n", file.name
