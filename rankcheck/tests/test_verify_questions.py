@@ -37,7 +37,7 @@ from rankcheck.record.torch_api import (
     streams,
     targets,
 )
-from rankcheck.record.training import Modules, takes_own_statistics
+from rankcheck.record.training import Modules
 from rankcheck.verification import command, questions
 from rankcheck.verification.comparison import Comparison, find_skips
 from rankcheck.verification.questions import QUESTIONS
@@ -774,14 +774,6 @@ class Synchronised(torch.nn.BatchNorm1d):
         return x - mean
 
 
-@pytest.mark.parametrize(("layer", "own"), [
-    (torch.nn.BatchNorm1d(2), True), (torch.nn.BatchNorm1d(2).eval(), False),
-    (SyncBatchNorm(2), False), (Synchronised(2), False),
-    (torch.nn.Linear(2, 2), False)])
-def test_statistics_of_one_process(layer, own):
-    assert takes_own_statistics(layer) == own
-
-
 class InFloat(torch.nn.BatchNorm1d):
     """As scripts write it for bf16: the statistics are of this process."""
 
@@ -806,10 +798,12 @@ def alone():
 
 
 @pytest.mark.parametrize(("layer", "own"), [
-    (InFloat(2), True), (InFloat(2).eval(), False), (Averaged(2), False),
+    (torch.nn.BatchNorm1d(2), True), (torch.nn.BatchNorm1d(2).eval(), False),
+    (torch.nn.Linear(2, 2), False), (InFloat(2), True),
+    (InFloat(2).eval(), False), (Averaged(2), False),
     (Synchronised(2), False), (SyncBatchNorm(2), False),
     (torch.nn.Sequential(SyncBatchNorm(2), InFloat(2)), True)])
-def test_statistics_that_a_script_s_own_module_takes(
+def test_statistics_of_one_process(
         monkeypatch, alone, layer, own):
     for owner, name in ((DDP, "_check_comm_hook"), (SyncBatchNorm, "forward"),
                         (DDP, "_passing_sync_batchnorm_handle"),

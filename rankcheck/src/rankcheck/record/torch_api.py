@@ -121,8 +121,8 @@ def dropout(log: Log) -> None:
 def batchnorm(log: Log) -> None:
     """Gather the samples in SyncBatchNorm: PyTorch's needs a GPU.
 
-    batchnorm: set where else the statistics of a microbatch enter the loss,
-    as in a module of the script's own that calls PyTorch's function.
+    batchnorm: whether the statistics of a microbatch enter the loss: by a
+    module of PyTorch's, or one of the script's own that calls its function.
     """
     gathers = False
 

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -85,16 +84,6 @@ def use(log: Log, module: str) -> None:
     """
     for probe in importlib.import_module(f"rankcheck.record.{module}").PROBES:
         probe(log)
-
-
-def takes_own_statistics(module: nn.Module) -> bool:
-    """Return whether it normalises by the samples of this process alone.
-
-    A subclass with a forward pass of its own may ask the other ranks; whether
-    it does not, `torch_api.batchnorm` sees by what it calls.
-    """
-    return (isinstance(module, _BatchNorm) and module.training
-            and type(module).forward is _BatchNorm.forward)
 
 
 class Modules:
@@ -257,8 +246,6 @@ class Modules:
         columns, where the batch is the second dimension.
         """
         now: Notes = self.log.now
-        self.seen["batchnorm"] |= any(
-            takes_own_statistics(part) for part in module.modules())
         self.seen["low"] |= any(
             is_low(weight) or torch.is_autocast_enabled(weight.device.type)
             for weight in module.parameters())
