@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from rankcheck.engine.findings import Finding, fail, ok, warn
-from rankcheck.engine.questions import Question
+from rankcheck.engine.questions import Question, always
 from rankcheck.record.tensors import Whole, assemble, difference
 from workshop.check.plan import STEPS
 from workshop.check.trials import StageTrial
@@ -45,11 +45,6 @@ class Examined:
 Answer: TypeAlias = Callable[[StageTrial, StageTrial], "Finding | None"]
 # In the order in which they are asked: causes before their effects
 QUESTIONS: list[Question[Examined]] = []
-
-
-def always(trial: StageTrial) -> bool:
-    """Return true: a question is asked about every trial of its kinds."""
-    return True
 
 
 def question(title: str, kinds: tuple[str, ...] = ("whole",),

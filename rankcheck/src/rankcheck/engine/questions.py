@@ -12,6 +12,11 @@ from rankcheck.system.errors import describe_error
 Subject = TypeVar("Subject")  # what is asked about: runs, and what is known
 
 
+def always(subject: object) -> bool:
+    """Return true: a question applies to every subject."""
+    return True
+
+
 @dataclass(frozen=True)
 class Question(Generic[Subject]):
     """Something that has to be so, and the function that finds it out.
@@ -27,7 +32,7 @@ class Question(Generic[Subject]):
 
     title: str
     answer: Callable[[Subject], Iterable[Finding]]
-    applies: Callable[[Subject], bool] = lambda _: True
+    applies: Callable[[Subject], bool] = always
     ends: bool = False
 
     def ask(self, subject: Subject) -> list[Finding]:

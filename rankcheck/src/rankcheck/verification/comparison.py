@@ -39,11 +39,6 @@ def shows_tensors(case: Comparison) -> bool:
     return not case.asked("FSDP1")
 
 
-def always(case: Comparison) -> bool:
-    """Return true: a question is asked about every comparison."""
-    return True
-
-
 def question(title: str, where: Callable[[Comparison], bool] = shows_tensors
              ) -> Callable[[Ask], Ask]:
     """Ask the decorated function about a `Comparison`.

@@ -16,10 +16,10 @@ from rankcheck.engine.findings import (
     ok,
     warn,
 )
+from rankcheck.engine.questions import always
 from rankcheck.record.tensors import elements, pieces, put_together
 from rankcheck.verification.comparison import (
     Comparison,
-    always,
     as_bytes,
     find_extra,
     find_skips,

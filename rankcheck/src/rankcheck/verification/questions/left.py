@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rankcheck.engine.exits import in_brackets
 from rankcheck.engine.findings import Finding, fail, ok, percent, warn
+from rankcheck.engine.questions import always
 from rankcheck.record.tensors import assemble, whole_here
 from rankcheck.verification.comparison import (
     UPDATE,
     Comparison,
-    always,
     first_weights,
     flat,
     off,

@@ -152,7 +152,7 @@ def all_on_the_first(case: Comparison) -> bool:
 
 
 @question("as two nodes the ranks train as on one",
-               where=lambda case: why_not(case) == NOT_YET)
+          where=lambda case: why_not(case) == NOT_YET)
 def as_two_nodes(case: Comparison) -> Iterator[Finding]:
     """Answer whether the ranks train as two nodes as they do on one."""
     trial, ended = case.runs("nodes", fewer=max(0, case.runs.steps - STEPS))

@@ -7,11 +7,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 from rankcheck.engine.findings import Finding, fail, ok, percent, warn
+from rankcheck.engine.questions import always
 from rankcheck.verification.comparison import (
     LOSS,
     Comparison,
     Update,
-    always,
     are_close,
     question,
     rows,
