@@ -142,11 +142,8 @@ def make_folder() -> Path:
 
 
 def full(folder: str | Path) -> UserError:
-    """Return the error that there is no room in the folder, or in that which
-    a folder of `make_folder` is in.
-    """
-    place = str(folder).partition(f"/{PREFIX}")[0]
-    return UserError(f"{place} is full: make room there, or name another "
+    """Return the error that there is no room in the folder."""
+    return UserError(f"{folder} is full: make room there, or name another "
                      "folder for temporary files, export TMPDIR=...")
 
 
