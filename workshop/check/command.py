@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -89,23 +88,20 @@ def check(stage: str, script: str | Path = DESK, verbose: bool = False,
         require_python(script, data)
         one = None
         if change is not None:
-            version = make_others(Diff(stage, script, yours), change, out.say)
-            if version.data is None:  # it is made as in the lesson
+            one = make_others(Diff(stage, script, yours), change, out.say)
+            if one.data is None:  # it is made as in the lesson
                 out.report(right=True)
                 return Report(script, ())
-            data, one = version.data, version
+            data = one.data
         # it imports torch while this process does
         fork_server.get_servers(modules_of(stage))
-        from workshop.check.experiment import Experiment, OneChange
+        from workshop.check.experiment import Experiment
         from workshop.check.trials import Bench
 
         workspace.files.changed()  # by others, while torch was imported
         bench = Bench(workspace, stage, script, data, out.say)
-        tried_alone = None
-        if one:
-            tried_alone = OneChange(one.number, one.place)
-        experiment = Experiment(bench, out, lines_as_in(yours, data),
-                                tried_alone, verbose)
+        experiment = Experiment(bench, out, lines_as_in(yours, data), one,
+                                verbose)
         report = experiment.execute()
         # else it was another program, such as a notebook or a run
         if bench.copy.noted("started"):
@@ -140,24 +136,9 @@ def note_whole_check(stage: str, data: bytes, report: Report) -> None:
     classroom.note(stage, right=report.ok, mistake="".join(titles[:1]))
 
 
-@dataclass(frozen=True)
-class Version:
-    """A script in which all changes but one are made as in the lesson.
-
-    Attributes:
-        number: of that change.
-        place: ", line N" where it is in the attendee's script.
-        data: the script; None if that change is made so, too.
-    """
-
-    number: int
-    place: str = ""
-    data: bytes | None = None
-
-
 def make_others(diff: Diff, change: ChangeNumber, say: Callable[[str], None]
-                ) -> Version:
-    """Return the script with all other changes made as in the lesson.
+                ) -> localise.OneChange:
+    """Make all other changes as in the lesson.
 
     Args:
         diff: what is left to change.
@@ -179,13 +160,13 @@ def make_others(diff: Diff, change: ChangeNumber, say: Callable[[str], None]
     items = [item for item in diff.left if item.number == number]
     if not items:
         say(f"Change {number} is made as in the lesson.")
-        return Version(number)
+        return localise.OneChange(number)
     say(f"Change {number} ({items[0].title}) as it is in your script, "
         "with all others made:")
     data = localise.without(diff, items, diff.left)
     require(data, "your edits conflict with the other changes: `python -m "
             f"workshop diff {diff.stage}` shows them")
-    return Version(number, find_place(diff, number), data)
+    return localise.OneChange(number, find_place(diff, number), data)
 
 
 def find_place(diff: Diff, number: int) -> str:

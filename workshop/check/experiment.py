@@ -75,19 +75,6 @@ class Outcome:
         return not self.mistake and not self.internal_errors
 
 
-@dataclass(frozen=True)
-class OneChange:
-    """A change of a lesson that is tried with all others made.
-
-    Attributes:
-        number: as `diff` numbers it.
-        place: ", line N" where it is in the attendee's script, or "".
-    """
-
-    number: int
-    place: str = ""
-
-
 def try_out(bench: Bench, planned: PlannedTrial, name: NameLine) -> Outcome:
     """Make a trial, and ask all questions about it.
 
@@ -144,7 +131,7 @@ class Experiment:
     bench: Bench
     out: Quiet
     name: NameLine
-    change: OneChange | None = None
+    change: localise.OneChange | None = None
     verbose: bool = False
 
     def execute(self) -> Report:
@@ -223,7 +210,7 @@ class Experiment:
             self.out.say(verdict)
         self.out.report(right=report.ok)
 
-    def blame_change(self, change: OneChange) -> None:
+    def blame_change(self, change: localise.OneChange) -> None:
         """Name the change that was tried alone, and say why it is made."""
         tried = documents.load(self.bench.stage)[change.number - 1]
         if change.place:

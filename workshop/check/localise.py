@@ -12,12 +12,29 @@ import ast
 import io
 import tokenize
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 
 from workshop.diff.diff import Diff, Left
 
 MOST = 2  # mistakes that are named
 TRIES = 20  # scripts that are tried: a second each, on an idle machine
+
+
+@dataclass(frozen=True)
+class OneChange:
+    """A change of a lesson that is tried with all others made.
+
+    Attributes:
+        number: as `diff` numbers it.
+        place: ", line N" where it is in the attendee's script, or "".
+        data: the script in which the others are made as in the lesson; None
+            if this one is made so, too.
+    """
+
+    number: int
+    place: str = ""
+    data: bytes | None = None
 
 
 Fails = Callable[[Sequence[Left]], bool]
