@@ -40,9 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Do what the command line says; return the exit status."""
     action = args.action
-    require(bool(args.node) == (action in ("kill", "start")),
-            f"cluster {action} takes " + (
-                "no node" if args.node else "a node, such as node2"))
+    if action in ("kill", "start"):
+        require(args.node, f"cluster {action} takes a node, such as node2")
+    else:
+        require(not args.node, f"cluster {action} takes no node")
     cluster = Cluster(find_place(args.name))
     if action == "up":
         return start(cluster, args)

@@ -119,11 +119,20 @@ def cluster(action="status", node=""):
     return shown.as_table(rows, "words")
 
 
-def ask(*command: str) -> str:
-    """Return what a program of SLURM's prints; a `UserError` if it fails."""
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a program of SLURM's.
+
+    Raises:
+        UserError: it fails, with what it prints.
+    """
     end = subprocess.run(command, capture_output=True, text=True, check=False)
     require(end.returncode == 0, (end.stderr or end.stdout).strip())
-    return end.stdout
+    return end
+
+
+def ask(*command: str) -> str:
+    """Return what a program of SLURM's answers; raises as `run` does."""
+    return run(*command).stdout
 
 
 def find_jobs() -> list[Job]:

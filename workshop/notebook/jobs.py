@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 
 from backstage import ROOT
@@ -14,7 +13,7 @@ from workshop.cluster.config import SITE
 from workshop.jobs import interpreter
 from workshop.jobs.doctor import ask_slurm
 from workshop.notebook import frontend
-from workshop.notebook.cluster import use_cluster
+from workshop.notebook.cluster import run, use_cluster
 from workshop.notebook.shown import (
     in_one_line,
     show_output,
@@ -76,8 +75,8 @@ def submit(name, flags="", options=""):
         return show_text(f"Nothing is submitted: `{command}` needs a y.\nIf "
                          "JupyterLab runs no other cell, press Enter in the "
                          "box above.")
-    return ask("sbatch", *options,
-               ROOT / "batchfiles" / f"batch-{name}.sh", *flags)
+    return show("sbatch", *options,
+                ROOT / "batchfiles" / f"batch-{name}.sh", *flags)
 
 
 def set_variables(is_own):
@@ -97,13 +96,12 @@ def queue():
     require_slurm("squeue")
     ask_slurm()  # what squeue says of a wrong configuration is long
     # as wide as a lesson beside the script
-    return ask("squeue", "--me", "-o", "%.10i %.12j %.2t %.8M %R")
+    return show("squeue", "--me", "-o", "%.10i %.12j %.2t %.8M %R")
 
 
-def ask(*command):
+def show(*command):
     """What a program of SLURM's says; a `UserError` if it fails."""
-    end = subprocess.run(command, capture_output=True, text=True, check=False)
-    require(end.returncode == 0, (end.stderr or end.stdout).strip())
+    end = run(*command)
     return show_output(end.stdout + end.stderr)
 
 

@@ -131,13 +131,13 @@ class Kernel:
             function = functions[call.name]
             self.was_interrupted = False
             self.is_running = True
-            shown = function(*call.arguments, **call.options)
-            self.is_running = False
+            try:
+                shown = function(*call.arguments, **call.options)
+            finally:
+                self.is_running = False
         except KeyboardInterrupt:
-            self.is_running = False
             return complaint("interrupted")
         except Exception as error:
-            self.is_running = False
             self.send(Printed(traceback.format_exc()))
             reason = traceback.format_exception_only(error)[-1].strip()
             return complaint(f"a fault of the course's tools: {reason}")
