@@ -419,5 +419,8 @@ def test_the_settings_are_kept(shell):
     shell.cluster("up")
     kept = json.loads(Place(shell.folder()).mark.read_text())
     assert (kept["nodes"], kept["gpus"]) == (1, 3)
+    for name in "node9", "munged":  # which runs, and is no node
+        assert f"{name} is none of node1" in shell.cluster(
+            "kill", name, status=1)
     assert shell.run("sinfo -h -N -o '%N %G'").split("\n")[0].strip(
         ) == "node1 gpu:h100:3"

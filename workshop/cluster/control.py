@@ -236,7 +236,7 @@ class Cluster:
 
     def kill_node(self, name: str) -> None:
         """Let a node crash: all its processes get SIGKILL."""
-        self.require_part(name)
+        self.require_part(name, nodes_only=True)
         holder = find_holder(find_processes(self.place), "node",
                              str(self.place.folder), name)
         if holder is None:
@@ -260,13 +260,13 @@ class Cluster:
             require(time.monotonic() < end, f"{name} does not end")
             time.sleep(0.02)
 
-    def require_part(self, name: str) -> None:
+    def require_part(self, name: str, *, nodes_only: bool = False) -> None:
         """Raise a `UserError` unless the cluster is up and has this part."""
         require(self.is_up(), f"the cluster in {self.place.folder} is not up: "
                 "python -m workshop cluster up")
-        names = [part.name for part in self.parts()]
-        require(name in names, f"the cluster has no {name}: choose from "
-                f"{', '.join(names)}")
+        names = [part.name for part in self.parts()
+                 if not (nodes_only and part.name in DAEMONS)]
+        require(name in names, f"{name} is none of {', '.join(names)}")
 
     def down(self) -> bool:
         """End the cluster and all its jobs, and remove its folder.
