@@ -3,11 +3,13 @@
 import os
 import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from rankcheck.engine import ranks
+from rankcheck.system import proc
 from rankcheck_testing.support import program, wait_for
 
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
@@ -44,6 +46,31 @@ def test_a_stopped_process_is_not_asleep(tmp_path):
             os.kill(pid, signal.SIGCONT)
     finally:
         launch.clear()
+
+
+def test_variables_of_a_process_that_has_just_been_started():
+    """Its parent goes on before Linux shows its command and variables."""
+    for _ in range(100):
+        process = subprocess.Popen(["sleep", "600"],
+                                   env={**os.environ, "PLANTED": "1"})
+        try:
+            assert "PLANTED=1" in proc.read_variables(process.pid)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_variables_of_a_process_that_has_none():
+    process = subprocess.Popen(["sleep", "600"], env={})
+    try:
+        assert proc.read_variables(process.pid) == []
+        process.kill()
+        wait_for(lambda: proc.read_state(process.pid) == "Z", 30)
+        assert not proc.read_variables(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+    assert proc.read_variables(process.pid) is None
 
 
 def test_temporary_files_are_where_its_environment_says(tmp_path):

@@ -45,8 +45,9 @@ def find_processes(place: Place) -> list[Process]:
     mark = f"{MARK}={place.folder}"
     found = []
     for pid in proc.list_processes():
-        environment = proc.read_text(f"/proc/{pid}/environ").split("\0")
-        if mark in environment and pid != os.getpid() and is_mine(pid):
+        if pid == os.getpid() or not is_mine(pid):
+            continue
+        if mark in (proc.read_variables(pid) or []):
             words = proc.read_command(pid)
             if proc.read_state(pid) not in "ZX?":
                 found.append(Process(pid, words))

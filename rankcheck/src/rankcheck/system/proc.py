@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     Work = dict[tuple[str, int], tuple[str, str, int, str]]
 
 WORKS = 0.02  # of a core: less is only asking whether something is there
+EXEC = 1.0  # seconds in which an execve ends, also on a busy machine
+ENV_END = 48  # where env_end is in what read_stat returns: 0 until it is known
 SPACE = os.path.basename(os.path.realpath("/proc/self/ns/pid"))  # of PIDs
 
 
@@ -56,6 +58,37 @@ def read_state(pid: int | str) -> str:
 def read_command(pid: int | str) -> list[str]:
     """Return a process's command line."""
     return read_text(f"/proc/{pid}/cmdline").split("\0")
+
+
+def read_variables(pid: int | str) -> list[str] | None:
+    """Return a process's environment, as NAME=value; None if it is gone or
+    another user's.
+
+    A process in the middle of execve(2) has no variables yet, for up to 20 ms
+    on a busy machine. They are waited for.
+    """
+    end = time.monotonic() + EXEC
+    while True:
+        ready = not is_in_exec(pid) or time.monotonic() > end
+        try:
+            text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+        except OSError:
+            return None
+        if text or ready:
+            return [line for line in text.split("\0") if line]
+        time.sleep(0.002)
+
+
+def is_in_exec(pid: int | str) -> bool:
+    """Say whether a process is about to run a program, and has no variables
+    yet. The kernel's own threads and zombies are not.
+    """
+    try:
+        os.readlink(f"/proc/{pid}/exe")
+    except OSError:
+        return False
+    stat = read_stat(pid)
+    return len(stat) > ENV_END and stat[ENV_END] == "0"
 
 
 def find_begin(pid: int | str) -> float:

@@ -260,12 +260,10 @@ def say_unwatched(pid: int) -> str:
     command = [word for word in proc.read_command(pid) if word]
     if not command or not PYTHON.fullmatch(os.path.basename(command[0])):
         return ""
-    try:
-        text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
-    except OSError:  # it has ended, or is another user's
+    given = proc.read_variables(pid)
+    if given is None:  # it has ended, or is another user's
         return ""
-    variables = dict(line.split("=", 1) for line in text.split("\0")
-                     if "=" in line)
+    variables = dict(line.split("=", 1) for line in given if "=" in line)
     hooks = [place for place in variables.get("PYTHONPATH", "").split(":")
              if place.endswith("/rankcheck/system/hook")]
     ignores = [word for word in command[1:2] if IGNORES.fullmatch(word)]
