@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from backstage.run import Run
 from rankcheck.engine.ranks import Launch
 from rankcheck.record.collectives import Collectives
 from rankcheck.record.recorder import replace
+from workshop.check.probe import CourseRecord
 from workshop.diff import documents
 from workshop.jobs.mpirun import OPEN_MPI, Mpirun, launcher_of
 from workshop.stages import STAGES, modules_of
@@ -241,23 +242,33 @@ def DieAfter(steps):
     return SignalAt(steps + 2, signal.SIGKILL)  # then the last one is saved
 
 
+@dataclass
+class StepsRecord(CourseRecord):
+    """A rank's record with what `steps_seen` has seen, too.
+
+    Attributes:
+        sent: {collective: (how often, how many bytes go in)}. all_reduce:
+            those between DTensors, also inside of PyTorch's operations;
+            allreduce, allgather_base, send, ...: all others.
+        kept: the elements of weights, gradients and the two moments.
+    """
+
+    sent: list[dict[str, tuple[int, int]]] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
+
+
 def steps_seen(log):
     """A probe: what a rank sends in each step, and keeps of its shards.
 
-    sent    {collective: (how often, how many bytes go in)}. all_reduce: those
-            between DTensors, also inside of PyTorch's operations; allreduce,
-            allgather_base, send, ...: all others
-    kept    the elements of weights, gradients and the two moments
+    Its record has to be a `StepsRecord`.
     """
     calls, sent = collections.Counter(), collections.Counter()
-    log.seen.update(sent=[], kept=[])
-
     def note(name, tensors, function, args):
         calls[name] += 1
         sent[name] += sum(tensor.nbytes for tensor in tensors)
 
     def before(*_):
-        log.seen["sent"].append({
+        log.record.sent.append({
             name: (calls[name], sent[name]) for name in sorted(calls)})
         calls.clear()
         sent.clear()
@@ -266,7 +277,7 @@ def steps_seen(log):
         weights = [weight for group in optimizer.param_groups
                    for weight in group["params"]]
         state = [optimizer.state[weight] for weight in weights]
-        log.seen["kept"].append([
+        log.record.kept.append([
             sum(getattr(one, "_local_tensor", one).numel() for one in tensors)
             for tensors in (weights, [weight.grad for weight in weights],
                             [one["exp_avg"] for one in state],
@@ -285,8 +296,8 @@ def sent_by(ranks, mesh):
     begins with, and how DDP orders its buckets.
     """
     _, dp, tp = mesh
-    assert all(rank["sent"][3] == rank["sent"][4] for rank in ranks)
-    found = [rank["sent"][4] for rank in ranks]
+    assert all(rank.sent[3] == rank.sent[4] for rank in ranks)
+    found = [rank.sent[4] for rank in ranks]
     stages = [found[i:i + dp * tp] for i in range(0, len(found), dp * tp)]
     assert all(rank == ranks[0] for ranks in stages for rank in ranks)
     return [ranks[0] for ranks in stages]

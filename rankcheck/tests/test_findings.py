@@ -8,6 +8,7 @@ import torch
 from rankcheck.engine import exits
 from rankcheck.engine.ranks import Rank
 from rankcheck.engine.trial import Trial
+from rankcheck.record.rank_record import RankRecord
 from rankcheck.record.tensors import assemble, describe
 from rankcheck.verification import comparison, runs
 from rankcheck.verification.questions import resume
@@ -18,7 +19,7 @@ NAN, INF = torch.nan, torch.inf
 def trial(*ranks, **seen):
     """One that ended so, without an observer's record but for `seen`."""
     return Trial(Path("their_train.py"), list(ranks),
-                 seen=[seen or None] * len(ranks),
+                 records=[RankRecord(**seen) if seen else None] * len(ranks),
                  events=[[] for _ in ranks])
 
 
@@ -54,7 +55,7 @@ Stack (most recent call first):
     ("", "ImportError: attempted relative import with no known parent "
      "package\n", "attempted relative import", "-m package.module")])
 def test_what_follows_from_an_error(out, err, says, hint):
-    finding = runs.how_it_ends(trial(Rank(1, out, err), asked=[]))
+    finding = runs.how_it_ends(trial(Rank(1, out, err), joined=False))
     assert says in finding.text
     assert hint in finding.advice and bool(hint) == bool(finding.advice)
 

@@ -27,7 +27,6 @@ from rankcheck.verification.locate import (
 def record(model, batches, loss=torch.sum, updates=1):
     """What one rank has seen that trains with these microbatches."""
     log = Log(None, 0)
-    log.seen["updates"] = []
     probe = Outputs(updates)
     probe(log)
     hooks = [part.register_forward_hook(
@@ -39,7 +38,7 @@ def record(model, batches, loss=torch.sum, updates=1):
     log.tell("end")
     for hook in hooks:
         hook.remove()
-    return log.seen
+    return log.record
 
 
 def compare(single, *ranks, axis="rows", split=frozenset()):
@@ -122,7 +121,7 @@ def test_a_module_that_is_called_again_is_named_with_its_call():
         "the first module whose output differs for the same samples is mix "
         "(Mix), in its call 2 of a forward pass, on rank 0; the 2 before it "
         "agree, so it is in that module or between it and cell")
-    assert not single["outputs_error"]
+    assert not single.outputs_error
 
 
 class Flat(nn.Module):
@@ -197,19 +196,18 @@ def test_rounding_that_grows_is_no_difference():
 
 def test_a_recording_that_fails_is_said():
     seen = record(model_of(), [X])
-    broken = seen | {"outputs_error": "TypeError: no"}
+    broken = dataclasses.replace(seen, outputs_error="TypeError: no")
     assert "TypeError: no" in explain_outputs(compare(seen, broken))
-    nothing = compare(seen, seen | {"outputs": None})
+    nothing = compare(seen, dataclasses.replace(seen, outputs=None))
     assert nothing == OutputComparison((), kinds=nothing.kinds)
     assert not explain_outputs(nothing)
 
 
 def test_a_script_goes_on_where_the_recording_fails():
     log = Log(None, 0)
-    log.seen["updates"] = []
     Outputs(1)(log)
     log.tell("root", nn.Linear(1, 1), [["zz"], 3])
-    assert log.seen["outputs_error"].startswith("TypeError")
+    assert log.record.outputs_error.startswith("TypeError")
     log.tell("output", nn.Linear(1, 1), torch.ones(1))
 
 
@@ -223,7 +221,7 @@ def test_nothing_is_left_of_it(recwarn):
     gc.collect()
     assert torch.equal(state, torch.get_rng_state())
     assert not any(one() is not None for one in kept)
-    assert not seen["outputs"]["flat"].requires_grad
+    assert not seen.outputs["flat"].requires_grad
     assert not recwarn.list
 
 
@@ -238,16 +236,15 @@ def test_later_updates_and_recomputed_passes_are_not_recorded():
 
     seen = record(Recomputes(), [X])
     calls = {(entry["name"], entry["call"])
-             for entry in seen["outputs"]["entries"]}
+             for entry in seen.outputs["entries"]}
     assert calls == {("one", 0), ("two", 0), ("", 0)}
-    assert record(Recomputes(), [X], updates=0)["outputs"] is None
+    assert record(Recomputes(), [X], updates=0).outputs is None
 
 
 def test_within_a_transform():
     model = model_of()
     plain = record(model, [X])
     log = Log(None, 0)
-    log.seen["updates"] = []
     Outputs(1)(log)
     for part in model.modules():
         part.register_forward_hook(
@@ -256,7 +253,7 @@ def test_within_a_transform():
     grad(lambda weights: functional_call(model, weights, X).sum())(
         dict(model.named_parameters()))
     log.tell("end")
-    found = compare(plain, log.seen)
+    found = compare(plain, log.record)
     assert found.first is None and found.whole
 
 
@@ -281,7 +278,6 @@ def test_a_sketch_of_any_numbers(dtype):
 
 def test_settings_are_those_of_each_group():
     log = Log(None, 0)
-    log.seen["updates"] = []
     probe = Outputs(1)
     probe(log)
     weights = [nn.Parameter(torch.ones(1)) for _ in range(2)]
@@ -293,7 +289,7 @@ def test_settings_are_those_of_each_group():
     optimizer.param_groups[0]["weight_decay"] = 1.0
     log.tell("gradients", optimizer)
     log.tell("end")
-    first, second = log.seen["settings"][0]
+    first, second = log.record.settings[0]
     assert first["names"] == ["Net:0"] and first["values"][
         "weight_decay"] == (0.5,)
     assert second["values"]["betas"] == (0.5, 0.75)
@@ -301,7 +297,7 @@ def test_settings_are_those_of_each_group():
 
 
 def test_an_entry_can_be_read_again():
-    entry = record(model_of(), [X])["outputs"]["entries"][0]
+    entry = record(model_of(), [X]).outputs["entries"][0]
     fields = partial(map, lambda field: field.name)
     from rankcheck.record.outputs import Entry
 

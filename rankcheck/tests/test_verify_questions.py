@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from rankcheck.engine.questions import Question
 from rankcheck.engine.ranks import Rank
 from rankcheck.engine.trial import Trial
+from rankcheck.record.rank_record import RankRecord
 from rankcheck.record.recorder import Log
 from rankcheck.record.rows import Rows, persistent_buffers
 from rankcheck.record.tensors import describe, whole_here
@@ -99,10 +100,10 @@ def answers(recorded, monkeypatch):
 @pytest.mark.parametrize("dead", [0, 1])
 def test_who_leaves_out_a_step_beside_a_rank_that_died(dead, tmp_path):
     """Its number is the rank's own: one that died has left no record."""
-    makes = {"updates": [{}, {}], "skipped": [], "discarded": [], "asked": []}
-    seen = [makes, makes, makes | {"skipped": [0]}]
-    seen[dead] = {}
-    found, = find_skips(Trial(tmp_path / "train.py", seen=seen))
+    makes = RankRecord(updates=[{}, {}])
+    records = [makes, makes, RankRecord(updates=[{}, {}], skipped=[0])]
+    records[dead] = None
+    found, = find_skips(Trial(tmp_path / "train.py", records=records))
     assert found.ranks == [2] and found.text.startswith(
         "rank 2 leaves out a step before its update 0"), found.text
     assert f"rank {1 - dead} makes it" in found.text
@@ -114,7 +115,7 @@ def on(rank, kind="", size=2, update=None, **change):
     change: of each value: a function of it, or another value.
     """
     def apply(trials):
-        updates = trials[size, kind].seen[rank]["updates"]
+        updates = trials[size, kind].records[rank].updates
         for one in updates if update is None else updates[update:update + 1]:
             for key, value in change.items():
                 one[key] = value(one[key]) if callable(value) else value
@@ -128,9 +129,10 @@ def on_all(**change):
 def seen(rank, **change):
     """A change of what that rank has recorded of the whole run."""
     def apply(trials):
-        of_rank = trials[2, ""].seen[rank]
+        of_rank = trials[2, ""].records[rank]
         for key, value in change.items():
-            of_rank[key] = value(of_rank[key]) if callable(value) else value
+            old = getattr(of_rank, key)
+            setattr(of_rank, key, value(old) if callable(value) else value)
     return apply
 
 
@@ -162,8 +164,8 @@ def together(*changes):
 
 def one_sample(trials):
     for trial in trials.values():
-        for of_rank in trial.seen:
-            for update in of_rank["updates"]:
+        for of_rank in trial.records:
+            for update in of_rank.updates:
                 for kind in ("rows", "columns"):
                     update[kind] = ["a"] * len(update[kind])
 
@@ -171,7 +173,7 @@ def one_sample(trials):
 def shared(count):
     """So many of its 16 samples rank 1 shares with rank 0."""
     def apply(trials):
-        for one, other in zip(*(of["updates"] for of in trials[2, ""].seen),
+        for one, other in zip(*(of.updates for of in trials[2, ""].records),
                               strict=True):
             for kind in ("rows", "columns"):
                 other[kind] = one[kind][:count] + other[kind][count:]
@@ -179,7 +181,7 @@ def shared(count):
 
 
 def of_rank_0_alone(trials):
-    for updates in zip(*(of["updates"] for of in trials[2, ""].seen),
+    for updates in zip(*(of.updates for of in trials[2, ""].records),
                        strict=True):
         for update in updates:
             update["gradients"] = updates[0]["local"]
@@ -187,16 +189,16 @@ def of_rank_0_alone(trials):
 
 def summed_by_hooks(trials):
     """Before a rank's own is seen."""
-    for of_rank in trials[2, ""].seen:
-        for update in of_rank["updates"]:
+    for of_rank in trials[2, ""].records:
+        for update in of_rank.updates:
             update |= dict.fromkeys(("gradients", "local"), times(2.0)(
                 update["gradients"]))
 
 
 def one_summed(trials):
     """Of one parameter alone."""
-    for of_rank in trials[2, ""].seen:
-        for update in of_rank["updates"]:
+    for of_rank in trials[2, ""].records:
+        for update in of_rank.updates:
             _, shape = update["gradients"]["plain"][0]
             number = math.prod(shape)
             flat = update["gradients"]["flat"].clone()
@@ -207,15 +209,15 @@ def one_summed(trials):
 def one_changed(trials):
     """Of the others one is neither the sum nor the mean."""
     one_summed(trials)
-    for of_rank in trials[2, ""].seen:
-        for update in of_rank["updates"]:
+    for of_rank in trials[2, ""].records:
+        for update in of_rank.updates:
             update["gradients"]["flat"][-1] *= 1.5
 
 
 def own_gradients(trials):
     """Each rank has its own alone."""
-    for of_rank in trials[2, ""].seen:
-        for update in of_rank["updates"]:
+    for of_rank in trials[2, ""].records:
+        for update in of_rank.updates:
             update |= {"gradients": update["local"], "reduced": 0}
 
 
@@ -244,8 +246,8 @@ def alone(trials):
 
 def begins_with_the_last(trials):
     for trial in trials.values():
-        trial.seen[0].update(results=["/tmp/model.pt"])
-    trials[2, ""].seen[1]["read"].append("/tmp/model.pt")
+        trial.records[0].results = ["/tmp/model.pt"]
+    trials[2, ""].records[1].read.append("/tmp/model.pt")
 
 
 def prints(trials):
@@ -254,9 +256,9 @@ def prints(trials):
 
 
 def copied(trials):
-    for rank, of_rank in enumerate(trials[2, ""].seen):
-        of_rank["copies"] = [times(1.0 + rank)(
-            of_rank["updates"][0]["weights"])]
+    for rank, of_rank in enumerate(trials[2, ""].records):
+        of_rank.copies = [times(1.0 + rank)(
+            of_rank.updates[0]["weights"])]
 
 
 def buffered(rank, state):
@@ -266,8 +268,8 @@ def buffered(rank, state):
 
 def later(trials):
     """Each update reads half of what the one before has read."""
-    for of_rank in trials[2, ""].seen:
-        updates = of_rank["updates"]
+    for of_rank in trials[2, ""].records:
+        updates = of_rank.updates
         for before, update in [*itertools.pairwise(updates)][::-1]:
             for kind in ("rows", "columns"):
                 update[kind] = before[kind][8:] + update[kind][:8]
@@ -275,8 +277,8 @@ def later(trials):
 
 def grows(trials):
     """From its second update on, each rank reads twice as much."""
-    for of_rank in trials[2, ""].seen:
-        for update in of_rank["updates"][1:]:
+    for of_rank in trials[2, ""].records:
+        for update in of_rank.updates[1:]:
             for kind in ("rows", "columns"):
                 update[kind] += [f"another {row}" for row in update[kind]]
 
@@ -290,7 +292,7 @@ def of_all(trials, **change):
 def untied(trials):
     """Each rank has a parameter of its own for what is one tensor."""
     one_more(trials)
-    trials[1, ""].seen[0]["tied"] = {
+    trials[1, ""].records[0].tied = {
         "Sequential:9.weight": "Sequential:0.weight"}
 
 
@@ -310,19 +312,19 @@ def in_parts(*places):
     """Which half of a bias each rank holds from the start."""
     def apply(trials):
         for rank, place in enumerate(places):
-            of_rank = trials[2, ""].seen[rank]
-            for shapes in of_rank["shapes"], of_rank["model"]:
+            of_rank = trials[2, ""].records[rank]
+            for shapes in of_rank.shapes, of_rank.model:
                 shapes["Sequential:0.bias"] = (450,)
-            first = of_rank["updates"][0]
+            first = of_rank.updates[0]
             first["before"] = half(first["before"], place)
     return apply
 
 
 def average_of_each_microbatch(trials):
     for trial, factor in (trials[1, ""], 1.1), (trials[2, ""], 1.2):
-        for of_rank in trial.seen:
-            last = whole_here(of_rank["updates"][0]["weights"])
-            of_rank["copies"] = [describe(
+        for of_rank in trial.records:
+            last = whole_here(of_rank.updates[0]["weights"])
+            of_rank.copies = [describe(
                 (name.partition(":")[2], factor * part)
                 for name, part in last.items())]
 
@@ -330,21 +332,21 @@ def average_of_each_microbatch(trials):
 def drops_the_last(rank):
     """That rank has not come to its last update, nor to its end."""
     def apply(trials):
-        trials[2, ""].seen[rank]["updates"].pop()
+        trials[2, ""].records[rank].updates.pop()
         seen(rank, asked=without("left"))(trials)
     return apply
 
 
 def draws_too_much(trials):
-    for of_rank in trials[2, ""].seen:
-        for step, update in enumerate(of_rank["updates"]):
+    for of_rank in trials[2, ""].records:
+        for step, update in enumerate(of_rank.updates):
             update["drawn"] = {7: 32 * step + 32}
 
 
 def told(rank, **settings):
     """A change of what that rank's optimizers are told."""
     def apply(trials):
-        for groups in trials[2, ""].seen[rank]["settings"]:
+        for groups in trials[2, ""].records[rank].settings:
             for group in groups:
                 group["values"] |= settings
     return apply
@@ -358,15 +360,15 @@ def with_nodes(change):
 
 
 def local_writer(trials):
-    for of_rank in trials[2, "nodes"].seen:
-        of_rank["written"]["/home/me/last.pt"] = 7
+    for of_rank in trials[2, "nodes"].records:
+        of_rank.written["/home/me/last.pt"] = 7
 
 
 def local_cache(trials):
     """The first node writes what the second reads."""
-    first, second = trials[2, "nodes"].seen
-    first["written"]["/tmp/tokens"] = 7
-    second["read"].append("/tmp/tokens")
+    first, second = trials[2, "nodes"].records
+    first.written["/tmp/tokens"] = 7
+    second.read.append("/tmp/tokens")
 
 
 def fails_on_nodes(trials):
@@ -374,7 +376,7 @@ def fails_on_nodes(trials):
 
 
 def without_updates(trials):
-    trials[2, "nodes"].seen[1]["updates"] = []
+    trials[2, "nodes"].records[1].updates = []
     trials[2, "nodes"].events[1] = []
 
 
@@ -551,9 +553,9 @@ def test_an_average_follows_weights_that_differ(answers):
 def test_a_parameter_of_one_number_may_be_a_part(answers):
     def scalar(trials):
         for rank in (0, 1):
-            of_rank = trials[2, ""].seen[rank]
-            of_rank["shapes"]["Sequential:0.bias"] = ()
-            first = of_rank["updates"][0]
+            of_rank = trials[2, ""].records[rank]
+            of_rank.shapes["Sequential:0.bias"] = ()
+            first = of_rank.updates[0]
             kept = whole_here(first["before"])
             kept["Sequential:0.bias"] = kept["Sequential:0.bias"][rank]
             first["before"] = describe(kept.items())
@@ -582,9 +584,9 @@ def test_what_is_thrown_away_belongs_to_no_update(many):
         rows.on_zeroed([weight])
     backward(log, [weight])
     rows.on_gradients(torch.optim.SGD([weight]))
-    update, = log.seen["updates"]
+    update, = log.record.updates
     assert update["rows"] == ["a", "b"] and update["losses"] == [1.5]
-    assert log.seen["discarded"] == [0] * many
+    assert log.record.discarded == [0] * many
 
 
 def test_what_is_taken_elsewhere_before_is_not_thrown_away():
@@ -597,10 +599,10 @@ def test_what_is_taken_elsewhere_before_is_not_thrown_away():
         rows.on_zeroed([weight])
     weight.grad = torch.full((2,), 3.0)
     rows.on_gradients(torch.optim.SGD([weight]))
-    update, = log.seen["updates"]
+    update, = log.record.updates
     assert update["rows"] == ["a", "b"] * 3 and update["losses"] == [1.5] * 3
     assert update["sums"]["flat"].tolist() == [3, 3]
-    assert not log.seen["discarded"]
+    assert not log.record.discarded
 
 
 def test_another_optimizers_gradients_stay():
@@ -610,8 +612,8 @@ def test_another_optimizers_gradients_stay():
     backward(log, [one, two])
     rows.on_zeroed([two])
     rows.on_gradients(torch.optim.SGD([one]))
-    update, = log.seen["updates"]
-    assert update["losses"] == [1.5] and not log.seen["discarded"]
+    update, = log.record.updates
+    assert update["losses"] == [1.5] and not log.record.discarded
 
 
 def test_buffers_that_no_checkpoint_has_are_a_ranks_own():
@@ -632,7 +634,8 @@ def test_another_name_of_a_run_is_no_other_error():
     def start(planned):
         run = "run-1-gpus" if planned.gpus else "run-1"
         return Trial(Path("x.py"), [Rank(
-            2, "", f"x.py: error: what is {run}?")], seen=[{}], events=[[]])
+            2, "", f"x.py: error: what is {run}?")], records=[None],
+            events=[[]])
 
     _, ended = Runs(start, 2, 4).of_first("alone")
     assert ended.text.endswith("what is run-1?") and not ended.advice
@@ -745,8 +748,8 @@ def test_unused_parameters_of_which_DDP_was_told(answers):
 def of_few(trials):
     """Each update reads the samples of the first, with one process, too."""
     for trial in trials.values():
-        for of_rank in trial.seen:
-            first, *later = of_rank["updates"]
+        for of_rank in trial.records:
+            first, *later = of_rank.updates
             for update in later:
                 update |= {kind: first[kind] for kind in ("rows", "columns")}
 
@@ -813,9 +816,9 @@ def test_statistics_of_one_process(
     batchnorm(log)
     with torch.no_grad():
         layer(torch.randn(4, 2))
-    assert not log.seen["batchnorm"]  # it does not train
+    assert not log.record.batchnorm  # it does not train
     layer(torch.randn(4, 2))
-    assert log.seen["batchnorm"] == own
+    assert log.record.batchnorm == own
 
 
 @pytest.mark.parametrize(("stream", "workers"), [
@@ -832,7 +835,7 @@ def test_workers_that_iterate_over_a_stream(monkeypatch, stream, workers):
                         num_workers=workers)]
     several = stream and workers > 1
     assert sorted(read) == sorted([*range(4)] * (1 + several))
-    assert log.seen["asked"] == [("stream with workers", 2)] * several
+    assert log.record.asked == [("stream with workers", 2)] * several
 
 
 @pytest.mark.parametrize(("error", "refused"), [
@@ -871,8 +874,8 @@ def test_all_ranks_may_see_one_gpu_alone(answers, recorded):
 def test_why_two_nodes_are_not_tried(recorded, runs, says):
     trials = recorded(RIGHT)
     together = trials[2, ""]
-    together.seen *= 2
-    del together.seen[runs.size:]
+    together.records *= 2
+    del together.records[runs.size:]
     case = Comparison(runs, trials[1, ""], together)
     assert says in questions.nodes.why_not(case)
 
@@ -880,7 +883,7 @@ def test_why_two_nodes_are_not_tried(recorded, runs, says):
 def test_samples_that_one_process_does_not_show(answers):
     """With what is not seen, nothing is compared."""
     def hides(trials):
-        for update in trials[1, ""].seen[0]["updates"]:
+        for update in trials[1, ""].records[0].updates:
             update.update(rows=[], columns=[])
 
     assert "the ranks read different samples" not in answers(RIGHT, hides)
@@ -896,7 +899,6 @@ def recorder():
     """A process's `Log` that nothing is written to, and its `Rows`."""
     log = Log(None, 0)
     rows = Rows(log, 2, 4, "")
-    log.seen |= {"low": False, "batchnorm": False}
     return log, rows
 
 
@@ -911,7 +913,7 @@ def read_rows(use):
     """What `use(model, x, y)` lets a model be given, as its rows' hashes."""
     log, _ = recorder()
     probe = Modules()
-    probe.log, probe.seen = log, log.seen
+    probe.log, probe.record = log, log.record
     torch.manual_seed(1)
     model = torch.nn.Linear(3, 1)
     model.register_forward_pre_hook(
@@ -958,7 +960,7 @@ def test_what_tells_a_stage_of_its_shapes_is_no_sample():
     probe, (received, model) = Modules(), (torch.ones(4, 3),
                                            torch.nn.Linear(3, 1))
     probe.log, _ = recorder()
-    probe.seen = probe.log.seen
+    probe.record = probe.log.record
     for x in torch.empty(4, 3), received:
         probe.log.now.received = [received]
         probe.on_root(model, x)
@@ -983,7 +985,7 @@ def test_what_the_scripts_hook_reduces_is_a_gradient(before):
     probe, model = Modules(), torch.nn.Linear(3, 1, bias=False)
     probe.count = 1
     (probe.log, rows), probe.classes = recorder(), collections.Counter()
-    probe.seen = {"model": {}, "tied": {}}
+    probe.record = RankRecord()
     probe.log.modules, model.weight.grad = {}, before
 
     def reduce(gradient):
@@ -1033,7 +1035,7 @@ def test_what_is_reduced_before_backward_is_no_gradient(shown):
     log.sums = {id(weight): weight.grad} if shown else {}
     log.now.unclipped[id(weight)] = weight.grad  # only then
     rows.on_gradients(torch.optim.SGD([weight]))
-    update, = log.seen["updates"]
+    update, = log.record.updates
     assert (update["reduced"], update["late"]) == (0 if shown else 5, 0)
 
 

@@ -13,12 +13,12 @@ import re
 import signal
 
 import pytest
-import torch
 from stages import (
     CORE,
     GOLDEN,
     DieAfter,
     SignalAt,
+    StepsRecord,
     agree,
     attempt,
     edited,
@@ -78,7 +78,8 @@ def recorded(data, tmp_path_factory):
         return train(
             stage, folder / "run", *flags, data=data, mesh=mesh,
             script=script, log=folder / "seen", texts=True,
-            probes=[*probes(folder / "run"), steps_seen] * (stage in STAGES))
+            probes=[*probes(folder / "run"), steps_seen] * (stage in STAGES),
+            record=StepsRecord)
 
     return record
 
@@ -127,17 +128,17 @@ def test_the_same_training(stage, mesh, recorded):
         assert len(written) == 8 * data  # after step 0, and after the last
         second = written[4 * data:]
         assert written[:4] + second[:4] == texts(single)  # of the first row
-    ranks, (alone,) = ([torch.load(file) for file in sorted(
-        run.folder.parent.glob("seen/*.pt"))] for run in (result, single))
-    assert len(ranks) == pipeline * data * tensor
+    ranks = [StepsRecord.read_from(result.folder.parent / "seen", rank)
+             for rank in range(pipeline * data * tensor)]
+    alone = StepsRecord.read_from(single.folder.parent / "seen", 0)
     size = data * tensor
     for step in range(steps):
-        read = [sorted(rank["samples"][step]) for rank in ranks]
+        read = [sorted(rank.samples[step]) for rank in ranks]
         assert not any(read[size:])  # only the first stage gets tokens
         for k in range(size):  # those who share a matrix read the same
             assert read[k] == read[k - k % tensor]
         assert sorted(i for row in read[:size:tensor] for i in row) == sorted(
-            alone["samples"][step])
+            alone.samples[step])
 
     # what a step sends is what the lessons' formulas say (of MPI, torch sees
     # nothing), and a rank keeps its part of everything
@@ -154,7 +155,7 @@ def test_the_same_training(stage, mesh, recorded):
         total = sum(weight.numel() for key, weight in mine["model"].items()
                     if key != "lm_head.weight")
         for rank in ranks:
-            assert rank["kept"] == steps * [4 * [total // size]]
+            assert rank.kept == steps * [4 * [total // size]]
 
     assert mine.keys() == theirs.keys() and mine["stage"] == stage
     assert mine["model"].keys() == theirs["model"].keys()

@@ -11,8 +11,9 @@ import gc
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from backstage.flops import num_parameters, padded_vocab_size
 from rankcheck.record import recorder
+from rankcheck.record.rank_record import RankRecord
 from slides.text import cells
 from workshop.results.arithmetic import FP32
 
@@ -49,6 +51,13 @@ class Held:
     def on_device(self) -> int:
         """At most, while the model is made, and until it trains."""
         return self.kept + self.largest_piece
+
+
+@dataclass
+class MemoryRecord(RankRecord):
+    """A rank's record with the fields of what it holds."""
+
+    held: dict[str, Any] = field(default_factory=dict)
 
 
 def held_bytes() -> int:
@@ -109,7 +118,11 @@ def watch_memory(log: recorder.Log) -> None:
             if weight.dim() == 2 and local(weight).shape == weight.shape)
 
     hook = register_module_forward_pre_hook(first_microbatch)
-    log.on("end", lambda: log.seen.update(asdict(held)))
+
+    def keep() -> None:
+        log.record.held = asdict(held)
+
+    log.on("end", keep)
 
 
 def local(weight: torch.Tensor) -> torch.Tensor:
@@ -209,11 +222,10 @@ def measure(data: Path, tmp_path_factory: pytest.TempPathFactory
         train(case.stage, folder / "run", "--max-steps", 1,
               "--microbatch-size", 1, "--eval-minibatches", 1, *case.flags,
               data=data, mesh=case.mesh, log=folder / "seen",
-              probes=[watch_memory])
-        seen = [torch.load(folder / "seen" / f"{rank}.pt")
-                for rank in range(case.size)]
-        return [Held(**{name: rank[name] for name in asdict(Held())})
-                for rank in seen]
+              probes=[watch_memory], record=MemoryRecord)
+        records = [MemoryRecord.read_from(folder / "seen", rank)
+                   for rank in range(case.size)]
+        return [Held(**record.held) for record in records]
     return run
 
 

@@ -13,9 +13,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import torch
 import train_gpt2_std as std
-from stages import make_dataset, sent_by, steps_seen, train
+from stages import StepsRecord, make_dataset, sent_by, steps_seen, train
 
 from backstage import ROOT
 from backstage.flops import num_parameters, padded_vocab_size
@@ -52,8 +51,10 @@ def watch(stage, mesh, microbatches, data, folder, *flags):
     seen.mkdir()
     train(stage, folder / "run", "--max-steps", 5, "--eval-minibatches", 1,
           "--microbatch-size", 8 // (mesh[1] * microbatches), *flags,
-          data=data, mesh=mesh, log=seen, probes=[steps_seen])
-    return [torch.load(seen / f"{rank}.pt") for rank in range(math.prod(mesh))]
+          data=data, mesh=mesh, log=seen, probes=[steps_seen],
+          record=StepsRecord)
+    return [StepsRecord.read_from(seen, rank)
+            for rank in range(math.prod(mesh))]
 
 
 def formula(stage, mesh, microbatches):
@@ -103,7 +104,7 @@ def test_what_the_lesson_says_of_fsdp2(data, tmp_path):
         "allreduce": (1, 8),  # the loss, and whether to stop
         "reduce_scatter_base": (A * (L + 1), 4 * A * P)}
     for rank in ranks:
-        assert rank["kept"] == [4 * [P // n]] * 5
+        assert rank.kept == [4 * [P // n]] * 5
 
 
 def test_the_arithmetic_is_of_the_scripts_models():

@@ -16,6 +16,7 @@ from workshop.check import experiment
 from workshop.check.experiment import Mistake, Outcome
 from workshop.check.lines import lines_as_in
 from workshop.check.plan import Mesh, PlannedTrial
+from workshop.check.probe import CourseRecord
 from workshop.check.questions import model
 from workshop.check.questions.question import (
     QUESTIONS,
@@ -33,7 +34,8 @@ def trial(*ranks, script="their_train.py", **seen):
     """One that ended so, without an observer's record but for `seen`."""
     return StageTrial(Path(script), list(ranks), stage="ddp",
                       mesh=Mesh(dp=len(ranks)),
-                      seen=[seen or None] * len(ranks),
+                      records=[CourseRecord(**seen) if seen else None
+                               ] * len(ranks),
                       events=[[] for _ in ranks])
 
 

@@ -82,14 +82,17 @@ def test_the_solutions_are_right(recorded, stage):
         assert not answers(recorded, stage, column, lambda trial: None)
     # a file that is written beside its name has that name
     written = {path for _, trial in trials.values()
-               for seen in trial.seen for path in seen["written"]}
+               for record in trial.records for path in record.written}
     assert written and not [
         path for path in written if path.endswith(PART)]
 
 
 def on(rank, **values):
     """A change of what a rank has recorded."""
-    return lambda trial: trial.seen[rank].update(values)
+    def apply(trial):
+        for name, value in values.items():
+            setattr(trial.records[rank], name, value)
+    return apply
 
 
 def having(**changes):
@@ -104,8 +107,8 @@ def having(**changes):
 def each(what, change):
     """A change of what each rank has recorded of that."""
     def apply(trial):
-        for seen in trial.seen:
-            seen[what] = change(seen[what])
+        for record in trial.records:
+            setattr(record, what, change(getattr(record, what)))
     return apply
 
 
@@ -122,8 +125,8 @@ def scaled(described, factor):
 def gradient(step, factor, rank=1):
     """The gradients of these ranks, from this one on, in one step."""
     def apply(trial):
-        for seen in trial.seen[rank:]:
-            seen["gradients"][step] = scaled(seen["gradients"][step], factor)
+        for record in trial.records[rank:]:
+            record.gradients[step] = scaled(record.gradients[step], factor)
     return apply
 
 
@@ -135,7 +138,7 @@ def twice(trial):
 
 
 def crashed(trial):
-    trial.seen[1] = None
+    trial.records[1] = None
     trial.ranks = [Rank(1, "", "RuntimeError: Connection closed by peer\n"),
                    Rank(1, "", f'Traceback\n  File "{trial.script}", '
                         "line 12, in main\nKeyError: 'b'\n")]
@@ -163,9 +166,9 @@ def sleeps(trial):
 
 def asks(what, value, rank=1):
     def apply(trial):
-        trial.seen[rank]["asked"] = [
+        trial.records[rank].asked = [
             (name, value if name == what else asked)
-            for name, asked in trial.seen[rank]["asked"]]
+            for name, asked in trial.records[rank].asked]
     return apply
 
 
@@ -176,7 +179,7 @@ def forgets(what):
 
 
 def writes(trial):
-    trial.seen[1]["written"] = trial.seen[0]["written"]
+    trial.records[1].written = trial.records[0].written
 
 
 def prints(text):
@@ -193,7 +196,7 @@ def same_texts(trial):
 
 def untied(trial):
     """The last matrix is a copy of the first."""
-    for start in (seen["start"] for seen in trial.seen):
+    for start in (record.start for record in trial.records):
         (name, shape), *_ = start["plain"]
         assert name == TIED
         start["plain"].append((LAST, shape))
@@ -214,8 +217,8 @@ def whole_matrices(words):
 
 def whole_model(trial):
     """No rank shares anything: each has a plain tensor."""
-    for seen in trial.seen:
-        seen["start"]["plain"] = [("transformer.h.0.ln_1.weight", (1,))]
+    for record in trial.records:
+        record.start["plain"] = [("transformer.h.0.ln_1.weight", (1,))]
 
 
 def gathers(trial):
@@ -244,7 +247,7 @@ def larger(described):
 
 def apart(trial):
     """The last rank starts from other weights."""
-    trial.seen[1]["start"] = larger(trial.seen[1]["start"])
+    trial.records[1].start = larger(trial.records[1].start)
 
 
 CASES = [  # the stage, the column, the change; the question, its first words

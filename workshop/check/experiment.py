@@ -109,7 +109,7 @@ def reference_of(bench: Bench) -> StageTrial:
         one = bench.with_script(solution.read_bytes(), FIRST).make(
             PlannedTrial("1", "whole", Mesh()))
         words = exits.last_words(one, 0).text
-        require(len(one.rows) == STEPS and one.seen[0], "the single-device "
+        require(len(one.rows) == STEPS and one.records[0], "the single-device "
                 f"stage does not run here: it {words}")
         references[solution] = one
     bench.reference = references[solution]
@@ -175,7 +175,7 @@ class Experiment:
         for finding in outcome.findings:
             self.out.report(answer=[finding.question, finding.verdict])
         trial = outcome.trial
-        if outcome.planned.kind == "whole" and all(trial.seen):
+        if outcome.planned.kind == "whole" and all(trial.records):
             picture = draw(trial, reference_of(self.bench))
             self.out.report(picture=picture)
         if outcome.mistake:
@@ -273,9 +273,9 @@ def draw(trial: StageTrial, reference: StageTrial) -> dict[str, Any]:
         return [value if value == value else None for value in values]
 
     dp, tp = trial.mesh.dp, trial.mesh.tp
-    return {"read": [seen["samples"] for seen in trial.seen],
+    return {"read": [record.samples for record in trial.all_records],
             "readers": [rank // tp % dp for rank in range(trial.mesh.size)],
-            "expected": reference.seen[0]["samples"],
+            "expected": reference.record_of(0).samples,
             "loss": losses(trial.rows), "single": losses(reference.rows)}
 
 

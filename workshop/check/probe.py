@@ -24,8 +24,10 @@ from backstage.files import PART
 from rankcheck.record.collectives import messages
 from rankcheck.record.cpu_backend import process
 from rankcheck.record.files import opened
+from rankcheck.record.rank_record import RankRecord
 from rankcheck.record.recorder import Log, Updates, replace
 from rankcheck.record.tensors import LocalTensors, describe, plain_name
+from rankcheck.system.errors import InternalError
 
 MOST = 100  # updates of which everything is recorded
 SAMPLES, T = 40, 32  # of a trial's dataset, where sample i begins with i
@@ -65,35 +67,70 @@ class StepSamples:
     again: list[int] = field(default_factory=list)
 
 
-class Course:
-    """The model, whatever its class is called, and its samples.
+@dataclass
+class CourseRecord(RankRecord):
+    """What the check records of a rank, too. Its tensors are the model's.
 
-        start       the weights before the first update
-        weights     those after the last
-        gradients   at each update, as the optimizer gets them: clipped
-                    (these three: what `parts.describe` says of them)
-        samples     that went through the model before each update, list of
-                    lists of their first tokens, which are their numbers
-        evaluated   how many samples were
-        continued   the last tokens that a text was continued from
-        optimizers  at the first update: the groups of parameters, by name
-        precision   "bf16" under autocast, "fp32" without
-        compiled    what was compiled of what trains: "model", "block", None
-        recomputed  whether a module was called in a backward pass
+    Attributes:
+        start: the weights before the first step.
+        weights: those after the last.
+        gradients: at each step, as the optimizer gets them: clipped.
+        samples: that went through the model before each step: their first
+            tokens, which are their numbers.
+        evaluated: how many samples were.
+        continued: the last tokens that a text was continued from.
+        optimizers: at the first step, the groups of parameters, by name.
+        precision: "bf16" under autocast, "fp32" without; "" if it does not
+            train.
+        compiled: what was compiled of what trains: "model", "block", None.
+        recomputed: whether a module was called in a backward pass.
     """
 
+    start: LocalTensors | None = None
+    weights: LocalTensors | None = None
+    gradients: list[LocalTensors] = field(default_factory=list)
+    samples: list[list[int]] = field(default_factory=list)
+    evaluated: int = 0
+    continued: list[list[int]] | None = None
+    optimizers: list[dict[str, Any]] | None = None
+    precision: str = ""
+    compiled: str | None = None
+    recomputed: bool = False
+
+    @property
+    def first_weights(self) -> LocalTensors:
+        """`start`, of a model that trains.
+
+        Raises:
+            InternalError: it does not, which the caller has to rule out.
+        """
+        if self.start is None:
+            raise InternalError("the model is never called to train")
+        return self.start
+
+    @property
+    def last_weights(self) -> LocalTensors:
+        """`weights`, of a model whose optimizer has made a step.
+
+        Raises:
+            InternalError: it has not, which the caller has to rule out.
+        """
+        if self.weights is None:
+            raise InternalError("the optimizer has made no step")
+        return self.weights
+
+
+class Course:
+    """The model, whatever its class is called, and its samples."""
+
     def __call__(self, log: Log) -> None:
-        self.log, self.seen = log, log.seen
+        assert isinstance(log.record, CourseRecord)  # see Bench.try_out
+        self.log, self.record = log, log.record
         self.model: torch.nn.Module | None = None
         self.inferring = False
         self.step = StepSamples()
-        self.seen |= {
-            "start": None, "weights": None, "gradients": [], "samples": [],
-            "evaluated": 0, "continued": None, "optimizers": None,
-            "precision": None, "compiled": None, "recomputed": False}
-        log.on("gradients", self.record)
-        log.on("updated", lambda _: self.seen.update(
-            weights=self.state("data")))
+        log.on("gradients", self.before_step)
+        log.on("updated", self.after_step)
         register_module_forward_pre_hook(self.on_forward)
         self.watch_functions()
 
@@ -116,11 +153,11 @@ class Course:
         def compute(compute: Callable[..., Any], *args: Any, **kwargs: Any
                     ) -> Any:
             name = compute.__name__
-            if ("pytorch", name) not in self.seen["asked"]:
+            if ("pytorch", name) not in self.record.asked:
                 self.log.asked("pytorch", name)
             if name == "cross_entropy" and not (
                     torch.is_grad_enabled() or self.inferring):
-                self.seen["evaluated"] += args[1].numel() // T
+                self.record.evaluated += args[1].numel() // T
             return compute(*args, **kwargs)
 
         @replace(PipelineStage, "_forward_metadata_inference")
@@ -140,16 +177,16 @@ class Course:
             self.model, self.log.begun = module, True
             self.log.names = {id(weight): plain_name(name) for name, weight
                               in module.named_parameters()}
-            self.seen["start"] = self.state("data")
+            self.record.start = self.state("data")
         if self.inferring:
             return
         if isinstance(module, DistributedDataParallel) and (
                 not module.require_backward_grad_sync):
             self.log.asked("forward in no_sync", None)
         again = torch._C._current_graph_task_id() != -1  # a checkpoint's
-        self.seen["recomputed"] |= again
-        if torch.is_grad_enabled() and not self.seen["compiled"]:
-            self.seen["compiled"] = compiled_part(module)
+        self.record.recomputed |= again
+        if torch.is_grad_enabled() and not self.record.compiled:
+            self.record.compiled = compiled_part(module)
         if isinstance(module, torch.nn.Embedding) and inputs and isinstance(
                 inputs[0], torch.Tensor) and inputs[0].dim() == 2:
             self.on_tokens(module, inputs[0], again)
@@ -160,25 +197,28 @@ class Course:
             self.step.again += tokens[:, 0].tolist()
         elif torch.is_grad_enabled():
             self.step.first += tokens[:, 0].tolist()
-            self.seen["precision"] = (
+            self.record.precision = (
                 "bf16" if torch.is_autocast_enabled("cpu") else
                 "fp32" if module.weight.dtype == torch.float32 else
                 f"weights of {module.weight.dtype}")
         else:
-            self.seen["continued"] = tokens.tolist()
+            self.record.continued = tokens.tolist()
 
-    def record(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.log.updates < MOST:
-            self.seen["gradients"].append(self.state("grad"))
-            self.seen["samples"].append(self.step.first or self.step.again)
-        if self.seen["optimizers"] is None:
-            self.seen["optimizers"] = [
+            self.record.gradients.append(self.state("grad"))
+            self.record.samples.append(self.step.first or self.step.again)
+        if self.record.optimizers is None:
+            self.record.optimizers = [
                 {"names": [self.log.names.get(id(weight), "?")
                            for weight in group["params"]],
                  **{key: value for key, value in group.items()
                     if key in ("lr", "betas", "eps", "weight_decay")}}
                 for group in optimizer.param_groups]
         self.step = StepSamples()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.record.weights = self.state("data")
 
     def state(self, name: str) -> LocalTensors:
         """Describe the model's weights ("data") or gradients ("grad")."""
@@ -231,9 +271,9 @@ def backstage(log: Log) -> None:
 def written(log: Log, run: str) -> None:
     """Keep the files of the run's folder alone, by their final names."""
     def rename() -> None:
-        log.seen["written"] = {
+        log.record.written = {
             re.sub(rf"/\.([^/]*)\.\d+-\d+{PART}$", r"/\1", path): opener
-            for path, opener in log.seen["written"].items() if run in path}
+            for path, opener in log.record.written.items() if run in path}
 
     log.on("end", rename)
 

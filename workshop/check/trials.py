@@ -6,10 +6,10 @@ import ast
 import contextlib
 import csv
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -61,6 +61,7 @@ class StageTrial(Trial):
 
     stage: str
     mesh: Mesh
+    records: Sequence[probe.CourseRecord | None] = ()
     source: bytes = b""
     more: tuple[Flag, ...] = ()
     rows: list[dict[str, str]] = field(default_factory=list)
@@ -76,6 +77,13 @@ class StageTrial(Trial):
     @property
     def about(self) -> Stage:
         return STAGES[self.stage]
+
+    @property
+    def all_records(self) -> Sequence[probe.CourseRecord]:
+        return cast("Sequence[probe.CourseRecord]", super().all_records)
+
+    def record_of(self, rank: int) -> probe.CourseRecord:
+        return cast("probe.CourseRecord", super().record_of(rank))
 
     def tree(self) -> ast.Module:
         """Return the script's syntax tree."""
@@ -194,7 +202,7 @@ class Bench:
             nodes=mesh.nodes, launcher=launcher_of(self.stage),
             probes=probe.probes(run, planned.kind == "stopped",
                                 self.uses_lightning),
-            preload=self.preload, place=self.place)
+            record=probe.CourseRecord, preload=self.preload, place=self.place)
         require(trial.kills or not trial.killed, KILLED)
         trial.source, trial.more = script.read_bytes(), flags
         self.collect(trial, run)

@@ -41,9 +41,9 @@ def samples(trial: StageTrial, reference: StageTrial) -> Finding | None:
     dp, tp = trial.mesh.dp, trial.mesh.tp
     size = MINIBATCH // dp if trial.about.split == "layers" else B
     for step in range(trial.first_step, STEPS):
-        good = reference.seen[0]["samples"][step]
-        read = [tuple(seen["samples"][step - trial.first_step])
-                for seen in trial.seen]
+        good = reference.record_of(0).samples[step]
+        read = [tuple(record.samples[step - trial.first_step])
+                for record in trial.all_records]
         parts = set(read) if tp > 1 else read
         if sorted(i for part in parts for i in part) == sorted(good):
             continue
@@ -77,10 +77,10 @@ def shorten(numbers: Sequence[int]) -> str:
 @question("the optimizer is the single device's")
 def optimizer(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """What it updates, and how: groups of parameters by name."""
-    good = by_name(reference.seen[0]["optimizers"])
+    good = by_name(reference.record_of(0).optimizers or [])
     updated: set[str] = set()
-    for seen in trial.seen:
-        mine = by_name(seen["optimizers"] or [])
+    for record in trial.all_records:
+        mine = by_name(record.optimizers or [])
         updated |= mine.keys()
         for name in sorted(good.keys() & mine.keys()):
             for key in ("weight_decay", "betas", "eps", "lr"):
@@ -104,11 +104,11 @@ def by_name(groups: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def first_weights(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Those of the single device, or of the checkpoint that is resumed."""
     good = put_together([
-        reference.seen[0]["start"] if trial.resumed is None else
+        reference.record_of(0).first_weights if trial.resumed is None else
         describe(trial.resumed["model"].items())])
-    if not all(seen["start"] for seen in trial.seen):
+    if not all(record.start for record in trial.all_records):
         return fail("the model is never called to train")
-    mine = put_together([seen["start"] for seen in trial.seen])
+    mine = put_together([record.first_weights for record in trial.all_records])
     missing = mine.holes + sorted(good.tensors.keys() - mine.tensors.keys())
     if missing and trial.resumed is None:
         return fail(f"no rank has {missing[0]}, or not all of it")
@@ -124,7 +124,7 @@ def first_weights(trial: StageTrial, reference: StageTrial) -> Finding | None:
 @question("the embedding and lm_head are one matrix", where=no_pipeline)
 def tied(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """A plan makes two parameters of what has two names."""
-    if {LAST, TIED} <= names(trial.seen[0]["start"]):
+    if {LAST, TIED} <= names(trial.record_of(0).first_weights):
         return fail("wte.weight and lm_head.weight are two parameters")
     return None
 
@@ -132,7 +132,9 @@ def tied(trial: StageTrial, reference: StageTrial) -> Finding | None:
 @question("it trains in the precision that is asked for", ("whole", "bf16"))
 def precision(trial: StageTrial, reference: StageTrial) -> Finding | None:
     wanted = "bf16" if "bf16" in trial.more else "fp32"
-    used = next(filter(None, (seen["precision"] for seen in trial.seen)), None)
+    known = [record.precision for record in trial.all_records
+             if record.precision]
+    used = known[0] if known else None
     if used != wanted:
         return fail(f"with --precision {wanted} it trains in {used}")
     return None
@@ -140,8 +142,8 @@ def precision(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 @question("--strategy fsdp2 leaves each rank a part", ("fsdp2",))
 def sharding(trial: StageTrial, reference: StageTrial) -> Finding | None:
-    if not all(seen["start"] and seen["start"]["sharded"]
-               for seen in trial.seen):
+    if not all(record.start and record.start["sharded"]
+               for record in trial.all_records):
         return fail("with --strategy fsdp2 every rank keeps the whole model")
     return None
 
@@ -153,9 +155,9 @@ ask_about("lr", "learning rates agree", "learning rate", 1e-6)
 def gradients(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Equal on all ranks that hold the same, and right, at every step."""
     for step in range(trial.first_step, STEPS):
-        good = put_together([reference.seen[0]["gradients"][step]])
-        mine = put_together([seen["gradients"][step - trial.first_step]
-                             for seen in trial.seen])
+        good = put_together([reference.record_of(0).gradients[step]])
+        mine = put_together([record.gradients[step - trial.first_step]
+                             for record in trial.all_records])
         apart = [rank for rank, off in mine.differing.items()
                  if off > 1e-6 * max(1.0, length(good.tensors))]
         if apart:
@@ -178,7 +180,7 @@ def reductions(trial: StageTrial, reference: StageTrial) -> Finding | None:
     count = max(sum(call["elements"] for call in trial.calls(rank)
                     if "reduce" in call["call"] and call["update"] > 0)
                 for rank in range(trial.mesh.size))
-    count /= len(reference.seen[0]["start"]["flat"]) * (STEPS - 1)
+    count /= len(reference.record_of(0).first_weights["flat"]) * (STEPS - 1)
     if count < 1.5:
         return ok(f"gradients are reduced {count:.1f} times a step")
     fix: list[Fragment] = ["once is enough, after the last microbatch"]
@@ -198,7 +200,7 @@ def gathers(trial: StageTrial, reference: StageTrial) -> Finding | None:
     largest = max((call["elements"] for call in trial.calls(0)
                    if call["call"] == "allgather_base" and call["update"]),
                   default=0)
-    whole = 0.9 * len(reference.seen[0]["start"]["flat"])
+    whole = 0.9 * len(reference.record_of(0).first_weights["flat"])
     if largest * trial.mesh.dp >= whole:
         return warn("all weights are gathered at once: every rank needs "
                     "room for the whole model", "shard each block before the "
@@ -208,8 +210,8 @@ def gathers(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 @question("final weights are the single device's", ("whole", "resumed"))
 def weights(trial: StageTrial, reference: StageTrial) -> Finding | None:
-    good = put_together([reference.seen[0]["weights"]])
-    mine = put_together([seen["weights"] for seen in trial.seen])
+    good = put_together([reference.record_of(0).last_weights])
+    mine = put_together([record.last_weights for record in trial.all_records])
     if mine.differing:
         return fail(f"the final weights of rank {min(mine.differing)} are "
                     "not rank 0's")

@@ -55,8 +55,8 @@ def updated(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Whether any of its weights are the model's: asked first, since it may
     be the checkpoint that fails.
     """
-    for rank, seen in enumerate(trial.seen):
-        groups = seen["optimizers"] if seen else None
+    for rank, record in enumerate(trial.records):
+        groups = record.optimizers if record else None
         if groups and all(set(group["names"]) <= {"?"} for group in groups):
             return fail(f"rank {rank}'s optimizer updates another model than "
                         "the one that is trained")
@@ -73,11 +73,11 @@ def how_it_ends(trial: StageTrial, reference: StageTrial) -> Finding | None:
     if len(trial.rows) < STEPS:
         return fail(f"it ended after {len(trial.rows)} of {STEPS} steps "
                     "without an error")
-    for rank, seen in enumerate(trial.seen):
-        if not seen:
+    for rank, record in enumerate(trial.records):
+        if not record:
             return fail(f"rank {rank} left before the end of main()")
-        if len(seen["samples"]) < STEPS - trial.first_step:
-            return fail(f"rank {rank} makes {len(seen['samples'])} updates "
+        if len(record.samples) < STEPS - trial.first_step:
+            return fail(f"rank {rank} makes {len(record.samples)} updates "
                         f"in {STEPS} steps")
     return ok(f"it runs to its end ({trial.seconds:.1f} s)")
 
@@ -86,8 +86,9 @@ def how_it_ends(trial: StageTrial, reference: StageTrial) -> Finding | None:
           where=lambda trial: trial.about.shards)
 def parts(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Whether a sharded stage shards, and how."""
-    starts = [seen["start"] for seen in trial.seen]
-    if not all(starts):
+    starts = [record.start for record in trial.all_records
+              if record.start is not None]
+    if len(starts) < trial.mesh.size:
         return None
     for rank, start in enumerate(starts):
         if start["plain"]:
@@ -135,7 +136,7 @@ def trainer(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 @question("its processes leave their group at the end", where=several)
 def parting(trial: StageTrial, reference: StageTrial) -> Finding | None:
-    if any(seen["joined"] for seen in trial.seen):
+    if any(record.joined for record in trial.all_records):
         return warn("the process group is never left",
                     "with NCCL the end may hang: dist.destroy_process_group() "
                     "after the last collective")
@@ -195,8 +196,8 @@ def uneven(trial: StageTrial, reference: StageTrial) -> Finding | None:
 @question("it is compiled if that is asked for", ("whole", "stopped", "fsdp2"))
 def compiled(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Whether what torch.compile returns is what is called."""
-    used = {seen["compiled"] for seen in trial.seen}
-    start = trial.seen[0]["start"]
+    used = {record.compiled for record in trial.all_records}
+    start = trial.record_of(0).start
     if "--compile" not in trial.more:
         return None if used == {None} else fail(
             "with --no-compile it is compiled all the same")
@@ -210,6 +211,6 @@ def compiled(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 @question("--recompute keeps few activations", ("stopped",))
 def recomputed(trial: StageTrial, reference: StageTrial) -> Finding | None:
-    if not all(seen["recomputed"] for seen in trial.seen):
+    if not all(record.recomputed for record in trial.all_records):
         return fail("--recompute changes nothing")
     return None

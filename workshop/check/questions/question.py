@@ -62,7 +62,7 @@ def question(title: str, kinds: tuple[str, ...] = ("whole",),
     def add(answer: Answer) -> Answer:
         def applies(examined: Examined) -> bool:
             trial = examined.trial
-            has_ended = early or all(trial.seen)
+            has_ended = early or all(trial.records)
             return examined.kind in kinds and has_ended and where(trial)
 
         def find(examined: Examined) -> list[Finding]:

@@ -33,8 +33,9 @@ ask_about("val_loss", "validation losses agree", "validation loss", 1e-5)
 
 @question("no more is evaluated than by the single device")
 def evaluated(trial: StageTrial, reference: StageTrial) -> Finding | None:
-    good, mine = (sum(seen["evaluated"] for seen in one.seen) // one.mesh.tp
-                  for one in (reference, trial))
+    good, mine = (
+        sum(record.evaluated for record in one.all_records) // one.mesh.tp
+        for one in (reference, trial))
     if mine > good:
         return fail(f"{mine} samples are evaluated in all, where the single "
                     f"device evaluates {good}")
@@ -54,8 +55,8 @@ def logged_seconds(trial: StageTrial, reference: StageTrial) -> Finding | None:
 @question("rank 0 alone logs and saves", where=several)
 def writers(trial: StageTrial, reference: StageTrial) -> Finding | None:
     written: dict[str, int] = {}  # file -> the rank that writes it
-    for rank, seen in enumerate(trial.seen):
-        for path in seen["written"]:
+    for rank, record in enumerate(trial.all_records):
+        for path in record.written:
             if written.setdefault(path, rank) != rank:
                 return fail(f"rank {rank} writes {Path(path).name} too")
         if rank and "| step" in trial.ranks[rank].out:
@@ -67,12 +68,12 @@ def writers(trial: StageTrial, reference: StageTrial) -> Finding | None:
 def texts(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Four of each, printed by rank 0; a TP group writes them together."""
     tp = trial.mesh.tp
-    for rank, seen in enumerate(trial.seen):
+    for rank, record in enumerate(trial.all_records):
         first = rank - rank % tp
         if rank and PROMPT in trial.ranks[rank].out:
             return fail(f"rank {rank} prints its texts itself: they may end "
                         "up between one another's lines")
-        if seen["continued"] != trial.seen[first]["continued"]:
+        if record.continued != trial.record_of(first).continued:
             return fail(f"ranks {first} and {rank} of a TP group write "
                         "different texts")
     found = trial.ranks[0].out.split(f"\n{PROMPT}")[1:]

@@ -189,7 +189,7 @@ def find_mismatch(trial: Trial) -> list[Fragment]:
 def describe(trial: Trial, rank: int, call: Event | None) -> list[Fragment]:
     """Say which collective a rank calls. call: None if it calls no more."""
     if call is None:
-        if trial.seen[rank] and trial.asked("left", rank):
+        if trial.records[rank] and trial.asked("left", rank):
             return [f"rank {rank} has made its {trial.updates(rank)} updates "
                     "before that"]
         return [f"rank {rank} calls nothing more"]

@@ -285,7 +285,7 @@ def run_script(run: Run, rank: int, port: int, output: str) -> int:
         del sys.path[:1]  # the caller's folder
     sys.path.insert(0, str(run.place or Path(run.script).resolve().parent))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    log = Log(run.log, rank)
+    log = Log(run.log, rank, run.record() if run.record else None)
     run.launcher.join(run, log)
     for probe in run.probes:
         probe(log)

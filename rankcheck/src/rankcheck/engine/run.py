@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:  # it imports torch
+    from rankcheck.record.rank_record import RankRecord
     from rankcheck.record.recorder import Log
 
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel",
@@ -69,6 +70,7 @@ class Run:
         nodes: on so many the processes believe they are.
         launcher: what tells the ranks of each other.
         probes: functions that get each process's `Log` first.
+        record: what they fill in; None: a `RankRecord`.
         log: the folder in which that is kept.
         threads: of torch, in each process.
         preload: modules that are imported once for all of them.
@@ -87,6 +89,7 @@ class Run:
     nodes: int = 1
     launcher: Torchrun = field(default_factory=Torchrun)
     probes: Sequence[Callable[[Log], object]] = ()
+    record: type[RankRecord] | None = None
     log: str | Path | None = None
     threads: int = 1
     preload: Sequence[str] = PRELOAD
@@ -104,6 +107,7 @@ class RunOptions(TypedDict, total=False):
     nodes: int
     launcher: Torchrun
     probes: Sequence[Callable[[Log], object]]
+    record: type[RankRecord] | None
     log: str | Path | None
     threads: int
     preload: Sequence[str]

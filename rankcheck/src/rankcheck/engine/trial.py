@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import torch
 
 from rankcheck.engine.events import Event
 from rankcheck.engine.hang_detector import (
@@ -19,16 +17,13 @@ from rankcheck.engine.hang_detector import (
 )
 from rankcheck.engine.ranks import Flag, Launch, Rank
 from rankcheck.engine.run import RunOptions, Torchrun
+from rankcheck.record.rank_record import RankRecord
 from rankcheck.system.errors import InternalError
 
 if TYPE_CHECKING:
     from typing import Unpack  # new in Python 3.11
 
 SECONDS = 900  # after which a trial is ended, whatever it does
-
-
-# What the probes of a rank have seen, by the names that they give it
-Record = dict[str, Any]
 
 
 @dataclass
@@ -39,7 +34,7 @@ class Trial:
         script: the file, which may have gone.
         ranks: how each has ended.
         gave_up: why it was ended: "hangs", "waits", "busy", ..., or "".
-        seen: the record of each rank, {} if it died.
+        records: of each rank; None if it died before it wrote one.
         events: of each rank, in their order.
         patience: seconds of idleness after which it is ended.
         seconds: that it took.
@@ -55,7 +50,7 @@ class Trial:
     script: Path
     ranks: list[Rank] = field(default_factory=list)
     gave_up: str = ""
-    seen: list[Record] = field(default_factory=list)
+    records: Sequence[RankRecord | None] = ()
     events: list[list[Event]] = field(default_factory=list)
     patience: float = 0.0
     seconds: float = 0.0
@@ -67,10 +62,29 @@ class Trial:
     alike: bool = True
     waiting_files: tuple[str, ...] = Torchrun.waiting_files
 
+    @property
+    def all_records(self) -> Sequence[RankRecord]:
+        """The records of all ranks.
+
+        Raises:
+            InternalError: a rank has left none; see `record_of`.
+        """
+        return [self.record_of(rank) for rank in range(len(self.records))]
+
+    def record_of(self, rank: int) -> RankRecord:
+        """Return the record of a rank that has left one.
+
+        Raises:
+            InternalError: it has left none, which the caller has to rule out.
+        """
+        record = self.records[rank]
+        if record is None:
+            raise InternalError(f"rank {rank} has left no record to look at")
+        return record
+
     def asked(self, what: str, rank: int = 0) -> list[Any]:
         """Return the values with which a rank has asked for something."""
-        return [value for name, value in self.seen[rank]["asked"]
-                if name == what]
+        return self.record_of(rank).asked_values(what)
 
     @property
     def killed(self) -> bool:
@@ -115,21 +129,20 @@ def watch(trial: AnyTrial, flags: Iterable[Flag], seen: Path,
     trial.gave_up, trial.cpu = patience.reason, patience.cpu
     trial.patience = budget.patience
     trial.seconds = time.monotonic() - begin
-    for rank in range(len(trial.ranks)):
-        file = seen / f"{rank}.pt"
-        trial.seen.append(torch.load(file) if file.exists() else {})
-        trial.events.append(read_events(seen / f"{rank}.jsonl"))
+    kind, ranks = options.get("record") or RankRecord, range(len(trial.ranks))
+    trial.records = [kind.read_from(seen, rank) for rank in ranks]
+    trial.events = [read_events(seen / f"{rank}.jsonl") for rank in ranks]
     require_sound_probes(trial)
     return trial
 
 
 def require_sound_probes(trial: Trial) -> None:
     """Raise `InternalError` if a rank was ended by an error of a probe."""
-    for rank, record in enumerate(trial.seen):
-        errors = trial.asked("internal error", rank) if record else []
+    for rank, record in enumerate(trial.records):
+        errors = record.asked_values("internal error") if record else []
         if errors:
             raise InternalError(
                 f"rankcheck itself failed in rank {rank} of "
-                f"{len(trial.seen)}: {errors[0]}. This says nothing about the "
-                "script. fix: report this with the versions of torch and "
+                f"{len(trial.records)}: {errors[0]}. This says nothing about "
+                "the script. fix: report this with the versions of torch and "
                 "rankcheck")

@@ -77,7 +77,7 @@ class Workspace:
         options["within"] = self.folder
         trial = watch(trial, flags, seen, say, budget, env=env, **options)
         sandbox.require_kept(remedy)
-        came_to_end = all(trial.seen) and not any(
+        came_to_end = all(trial.records) and not any(
             rank.status for rank in trial.ranks)
         if not came_to_end and shutil.disk_usage(self.folder).free < LITTLE:
             raise full(self.folder.parent)

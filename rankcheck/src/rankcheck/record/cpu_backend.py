@@ -74,9 +74,9 @@ def take(log: Log, device: Any) -> None:
     number = getattr(device, "index", None)
     if type(device) is int:
         number = device
-    if (isinstance(number, int) and number not in log.seen["devices"]
+    if (isinstance(number, int) and number not in log.record.devices
             and not os.environ.get("CUDA_VISIBLE_DEVICES")):
-        log.seen["devices"].append(number)
+        log.record.devices.append(number)
 
 
 def premultiply() -> None:
@@ -123,7 +123,6 @@ def note_groups(log: Log) -> None:
     """Note that it makes a process group or processes, or wraps a model in
     DDP.
     """
-    log.seen["devices"] = []  # the numbers of GPUs, as far as they are seen
     note(log, dist, "init_process_group")
     note(log, c10d, "init_process_group")
     note(log, torch.multiprocessing, "spawn")

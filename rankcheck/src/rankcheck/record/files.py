@@ -29,23 +29,21 @@ def opened(log: Log, without: Sequence[str] = ()) -> None:
     update, there is a file saved-N in the log's folder, N being the number of
     its updates.
     """
-    log.seen |= {"written": {}, "read": [], "results": []}
-
     def wrote(path: str) -> None:
         if log.updates:
-            log.seen["results"].append(path)
-        if log.here and path not in log.seen["written"]:
-            log.seen["written"][path] = opener(log.script)
+            log.record.results.append(path)
+        if log.here and path not in log.record.written:
+            log.record.written[path] = opener(log.script)
 
     def on_event(event: str, args: tuple[Any, ...]) -> None:
         if event in ("fcntl.flock", "fcntl.lockf"):  # by turns, or a mere lock
-            log.seen["written"].pop(os.path.realpath(
+            log.record.written.pop(os.path.realpath(
                 f"/proc/self/fd/{args[0]}"), None)
         if event == "open" and isinstance(args[0], PATH):
             path = os.path.abspath(os.fsdecode(args[0]))
             if not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
                 if not log.updates:
-                    log.seen["read"].append(path)
+                    log.record.read.append(path)
             elif not any(part in path for part in without):
                 wrote(path)
 

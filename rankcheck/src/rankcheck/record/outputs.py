@@ -18,12 +18,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from rankcheck.record.rank_record import GroupSettings
 from rankcheck.record.recorder import Log
 from rankcheck.record.tensors import Hashes, plain_name, unwrap
 
@@ -62,13 +63,6 @@ class Entry(Output):
     count: int  # of samples that were looked at
 
 
-class GroupSettings(TypedDict):
-    """What is set for a group of an optimizer's parameters."""
-
-    names: list[str]  # of the parameters
-    values: dict[str, tuple[float, ...]]  # of `SETTINGS`, and "lr"
-
-
 class Outputs:
     """The probe."""
 
@@ -95,7 +89,6 @@ class Outputs:
 
     def __call__(self, log: Log) -> None:
         self.log = log
-        log.seen |= {"outputs": None, "settings": [], "outputs_error": ""}
         log.on("root", partial(self.watch, self.on_root))
         log.on("output", partial(self.watch, self.on_output))
         log.on("gradients", self.on_gradients)
@@ -105,15 +98,14 @@ class Outputs:
     @property
     def records(self) -> bool:
         """Whether what a module puts out now is recorded."""
-        return (len(self.log.seen["updates"]) < self.updates
+        return (len(self.log.record.updates) < self.updates
                 and self.number < CALLS and not self.error
                 and torch._C._current_graph_task_id() == -1)
 
     @property
     def error(self) -> str:
         """Why no more is recorded."""
-        error: str = self.log.seen["outputs_error"]
-        return error
+        return self.log.record.outputs_error
 
     def watch(self, function: Callable[..., None], *about: Any) -> None:
         """Call it while outputs are recorded. The script goes on, anyway."""
@@ -123,7 +115,7 @@ class Outputs:
             with torch._C._DisableFuncTorch(), torch.no_grad():
                 function(*about)
         except Exception as error:
-            self.log.seen["outputs_error"] = f"{type(error).__name__}: {error}"
+            self.log.record.outputs_error = f"{type(error).__name__}: {error}"
 
     def on_root(self, module: nn.Module, hashes: Hashes | None) -> None:
         """Begin a forward pass.
@@ -209,9 +201,9 @@ class Outputs:
 
     def on_end(self) -> None:
         """Put what was recorded into the process's record."""
-        self.log.seen["settings"] = list(self.settings.values())
+        self.log.record.settings = list(self.settings.values())
         if self.entries:
-            self.log.seen["outputs"] = {
+            self.log.record.outputs = {
                 "entries": [dict(vars(entry)) for entry in self.entries],
                 "samples": self.samples, "flat": torch.cat(self.sketches)}
 

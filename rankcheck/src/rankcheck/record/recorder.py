@@ -8,10 +8,8 @@ the tests choose theirs. A rank leaves in a folder, if one is named,
     <rank>.jsonl    a line for each collective and update, written as it
                     happens: it is there after a hang, too
     <rank>.updates  a byte for each update
-    <rank>.pt       at its end, a dictionary of what its probes have seen, and
-
-        asked       what was asked for: (what, value), in their order
-        joined      whether it is still in a process group
+    <rank>.json     at its end, what its probes have seen: a `RankRecord`
+    <rank>.pt       its tensors
 """
 
 from __future__ import annotations
@@ -32,6 +30,8 @@ import torch
 from torch import distributed as dist
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
+
+from rankcheck.record.rank_record import RankRecord
 
 if TYPE_CHECKING:
     from torch.utils.data import DistributedSampler
@@ -65,18 +65,19 @@ class Log:
         end        the process ends
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None,
-                 rank: int) -> None:
+    def __init__(self, folder: str | os.PathLike[str] | None, rank: int,
+                 record: RankRecord | None = None) -> None:
         """Begin the record of this process.
 
         Args:
             folder: where it is written; None for nowhere.
             rank: of this process.
+            record: an empty one, if it is a client's own.
         """
         self.folder = str(folder) if folder else None
         self.rank = rank
         self.script, self.owner = sys.argv[0], os.getpid()
-        self.seen: dict[str, Any] = {"asked": []}
+        self.record = RankRecord() if record is None else record
         self.updates, self.ended = 0, False
         self.begun = False  # whether updates of optimizers count
         self.calls = 0  # of optimizers that have not left their update out
@@ -121,7 +122,7 @@ class Log:
 
     def asked(self, what: str, value: Any) -> None:
         """Note that the script asked for something."""
-        self.seen["asked"].append((what, value))
+        self.record.asked.append((what, value))
 
     @property
     def here(self) -> bool:
@@ -165,12 +166,10 @@ class Log:
         self.tell("end")
         if not self.folder:
             return
-        self.seen["joined"] = dist.is_initialized()
-        file = f"{self.folder}/{self.rank}.pt"
+        self.record.joined = dist.is_initialized()
         try:
-            SAVE(self.seen, file + ".part")
-            os.replace(file + ".part", file)
-        except (OSError, RuntimeError) as error:
+            self.record.write(self.folder, self.rank, SAVE)
+        except (OSError, RuntimeError, TypeError) as error:
             os.write(2, f"rankcheck could not write: {error}\n".encode())
 
 

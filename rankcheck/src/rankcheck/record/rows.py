@@ -22,6 +22,7 @@ from torch.utils.data._utils import signal_handling
 
 import rankcheck.record.tensors as parts
 from rankcheck.record.collectives import Group
+from rankcheck.record.rank_record import record_file
 from rankcheck.record.recorder import Log, assign, replace
 from rankcheck.record.tensors import Hashes, LocalTensors, is_low, thin
 
@@ -110,15 +111,13 @@ class Rows:
                 each optimizer has its gradients for the first update after
                 torch.save(); "resumed" if it goes on from there; or "".
         """
-        self.log, self.seen = log, log.seen
+        self.log, self.record = log, log.record
         self.size, self.steps, self.kind = size, steps, kind
         # forked ranks would share the generators' state; Python's own is
         # seeded at each fork
         torch.seed()
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
-        self.seen |= {"updates": [], "shapes": {}, "saved": None,
-                      "skipped": [], "discarded": []}
         log.begun = True  # updates count without a module, too
         self.made: Counter[int] = Counter()  # of each optimizer's number
         # id -> (number, the optimizer: its id stays)
@@ -179,7 +178,7 @@ class Rows:
         """
         log, aside, self.put_aside = self.log, self.put_aside, []
         if log.row.counts or not aside:
-            self.seen["discarded"] += [len(self.seen["updates"])] * len(aside)
+            self.record.discarded += [len(self.record.updates)] * len(aside)
             return
         first, *others = aside
         for one in others:
@@ -192,7 +191,7 @@ class Rows:
         """Note what a collective says of the update to come."""
         row: Row = self.log.row
         now: Notes = self.log.now
-        self.seen["low"] |= any(map(is_low, tensors))  # mixed, or compressed
+        self.record.low |= any(map(is_low, tensors))  # mixed, or compressed
         row.mixed |= "gather" in name and bool(now.pending)
         if name.startswith("recv"):
             now.received += tensors  # kept: so is where they are
@@ -283,12 +282,12 @@ class Rows:
             self.leave()
         if self.kind == "saved" and any(
                 os.path.exists(f"{log.folder}/saved-{count}")
-                for count in range(len(self.seen["updates"]) + 1)):
+                for count in range(len(self.record.updates) + 1)):
             self.since.add(number)
-            if self.seen["saved"] is None:
-                self.seen["saved"] = len(self.seen["updates"])
+            if self.record.saved is None:
+                self.record.saved = len(self.record.updates)
         weights = self.name_weights(number, optimizer)
-        self.seen["updates"].append(self.snapshot(number, optimizer, weights))
+        self.record.updates.append(self.snapshot(number, optimizer, weights))
         self.made[number] += 1
         if len(self.since) == len(self.optimizers):
             self.leave()
@@ -309,7 +308,7 @@ class Rows:
             log.tell("unnamed", weights)
         named = {log.names.get(id(weight), f"parameter {number}.{i}"): weight
                  for i, weight in enumerate(weights)}
-        self.seen["shapes"] |= {name: tuple(weight.shape)
+        self.record.shapes |= {name: tuple(weight.shape)
                                 for name, weight in named.items()}
         return named
 
@@ -371,18 +370,18 @@ class Rows:
         """Record what has become of the weights."""
         self.recorded = False
         # in this step
-        self.seen["updates"][-1]["within"] = self.log.row.reduced
+        self.record.updates[-1]["within"] = self.log.row.reduced
         self.begin_update()  # drop what a closure recomputes
         buffers = {f"{i}.{name}": thin(buffer)
                    for i, module in enumerate(self.log.modules.values())
                    for name, buffer in persistent_buffers(module)
                    if buffer.is_floating_point()}
-        self.seen["updates"][-1].update(weights=describe(
+        self.record.updates[-1].update(weights=describe(
             self.weights, thin), buffers=parts.describe(buffers.items()))
 
     def on_skipped(self) -> None:
         """Forget what led to an update that a GradScaler leaves out."""
-        self.seen["skipped"].append(len(self.seen["updates"]))
+        self.record.skipped.append(len(self.record.updates))
         self.recorded, self.put_aside = False, []
         self.begin_update()
 
@@ -406,7 +405,7 @@ class Rows:
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank has written its record, and ends."""
-        return os.path.exists(f"{self.log.folder}/{rank}.pt")
+        return record_file(self.log.folder or "", rank).exists()
 
 
 def end_workers() -> None:

@@ -90,16 +90,14 @@ def dropout(log: Log) -> None:
     dropout: whether it was. In its place a random number is drawn for each
     update, which moves the generator on.
     """
-    log.seen["dropout"] = False
-
     def move_on(optimizer: torch.optim.Optimizer) -> None:
-        if log.seen["dropout"]:
+        if log.record.dropout:
             torch.rand(1)
 
     log.on("gradients", move_on)
 
     def switch_off(p: float) -> float:
-        log.seen["dropout"] |= p > 0 and torch.is_grad_enabled()
+        log.record.dropout |= p > 0 and torch.is_grad_enabled()
         return 0.0
 
     @replace(F, "dropout", "dropout1d", "dropout2d", "dropout3d",
@@ -132,7 +130,7 @@ def batchnorm(log: Log) -> None:
         # input, running mean and variance, weight, bias, training
         training = kwargs.get("training", args[5] if args[5:] else False)
         if training and torch.is_grad_enabled() and not gathers:
-            log.seen["batchnorm"] = True
+            log.record.batchnorm = True
         return function(*args, **kwargs)
 
     @replace(SyncBatchNorm, "forward")

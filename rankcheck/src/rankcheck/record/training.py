@@ -37,6 +37,7 @@ from rankcheck.record.collectives import messages
 from rankcheck.record.cpu_backend import on_gpu, process
 from rankcheck.record.files import opened
 from rankcheck.record.outputs import Outputs, type_of
+from rankcheck.record.rank_record import RankRecord
 from rankcheck.record.recorder import Log, Probe, Updates, replace
 from rankcheck.record.rows import (
     Notes,
@@ -90,7 +91,7 @@ class Modules:
     """Those that train, and what goes into the outermost of them."""
 
     log: Log
-    seen: dict[str, Any]  # the log's
+    record: RankRecord  # the log's
     inside = False  # whether the outermost module is being called
     count = 1  # of targets of a backward pass
 
@@ -99,9 +100,7 @@ class Modules:
         self.classes: Counter[str] = Counter()
 
     def __call__(self, log: Log) -> None:
-        self.log, self.seen = log, log.seen
-        self.seen |= {"batchnorm": False, "low": False, "draws": False,
-                      "copies": [], "model": {}, "tied": {}}
+        self.log, self.record = log, log.record
         log.on("unnamed", self.meet_owners)
         log.on("end", self.find_copies)
 
@@ -131,7 +130,7 @@ class Modules:
                 output = call(module, *args, **kwargs)
             finally:
                 self.inside = False
-                self.seen["draws"] |= random_states() != states
+                self.record.draws |= random_states() != states
             log.tell("output", module, output)
             return output
 
@@ -179,7 +178,7 @@ class Modules:
         for name, weight in new:
             full_name = f"{model}:{parts.plain_name(name)}"
             log.names[id(weight)] = full_name
-            self.seen["model"][full_name] = tuple(weight.shape)
+            self.record.model[full_name] = tuple(weight.shape)
             self.watch(weight)
         names = {id(weight): log.names[id(weight)]
                  for _, weight in module.named_parameters()}
@@ -187,7 +186,7 @@ class Modules:
             known = names.get(id(weight))
             alias = f"{model}:{parts.plain_name(name)}"
             if new and known and known != alias:
-                self.seen["tied"][alias] = known
+                self.record.tied[alias] = known
 
     def watch(self, weight: torch.Tensor) -> None:
         """Watch the gradients of a parameter."""
@@ -246,7 +245,7 @@ class Modules:
         columns, where the batch is the second dimension.
         """
         now: Notes = self.log.now
-        self.seen["low"] |= any(
+        self.record.low |= any(
             is_low(weight) or torch.is_autocast_enabled(weight.device.type)
             for weight in module.parameters())
         now.stream = now.stream or id(module)
@@ -280,7 +279,7 @@ class Modules:
             averages = [
                 module for module in find_modules()
                 if not self.has_parameter(module) and form(module) in forms]
-            self.seen["copies"] = [
+            self.record.copies = [
                 parts.describe((name, thin(weight)) for name, weight
                                in module.named_parameters())
                 for module in averages]

@@ -59,11 +59,11 @@ def choose(runs: Runs) -> Choice:
             note = "without a GPU each process trains alone"
     if ended and together.killed:
         return Choice(None, [ended], "not all ranks came to their end")
-    updated = all(seen and seen["updates"] for seen in together.seen)
+    updated = all(record and record.updates for record in together.records)
     skips = find_skips(together)
     uneven = skips or count_updates(together)
-    if skips and any(seen and together.asked("left", rank)
-                     for rank, seen in enumerate(together.seen)):
+    if skips and any(record and together.asked("left", rank)
+                     for rank, record in enumerate(together.records)):
         ended = None  # it follows: a rank was done, and others waited for it
     if skips and updated:
         uneven = []  # asked later, beside all else

@@ -12,7 +12,8 @@ import torch
 
 from rankcheck.engine.findings import Finding, fail
 from rankcheck.engine.questions import Question
-from rankcheck.engine.trial import Record, Trial
+from rankcheck.engine.trial import Trial
+from rankcheck.record.rank_record import RankRecord
 from rankcheck.record.tensors import names, put_together, whole_here, without
 from rankcheck.verification.locate import OutputComparison, compare_outputs
 from rankcheck.verification.runs import Runs
@@ -93,7 +94,7 @@ class Comparison:
 
     @property
     def size(self) -> int:
-        return len(self.together.seen)
+        return len(self.together.records)
 
     @cached_property
     def single(self) -> list[Update]:
@@ -117,7 +118,7 @@ class Comparison:
         if single is None:
             raise ValueError("there is no run of one process")
         return compare_outputs(
-            self.together.seen, single.seen[0],
+            self.together.all_records, single.record_of(0),
             "columns" if self.columns else "rows", self.split, self.loosely)
 
     def view(self, trial: Trial) -> list[list[Update]]:
@@ -126,8 +127,8 @@ class Comparison:
         With its samples, but without the tensors that are split by hand:
         nothing says which part of one a rank has.
         """
-        return [[self.view_update(update) for update in seen["updates"]]
-                for seen in trial.seen]
+        return [[self.view_update(update) for update in record.updates]
+                for record in trial.all_records]
 
     def view_update(self, update: Update) -> Update:
         samples = update["columns" if self.columns else "rows"]
@@ -143,7 +144,8 @@ class Comparison:
     @property
     def loosely(self) -> int:
         """How much larger an error may be in low precision."""
-        return LOW if any(seen["low"] for seen in self.together.seen) else 1
+        low = any(record.low for record in self.together.all_records)
+        return LOW if low else 1
 
     def elements(self, updates: Sequence[Update]) -> int:
         """Return how many elements an update's parameters have, on all ranks.
@@ -155,8 +157,8 @@ class Comparison:
             elements: int = updates[0]["elements"]
             return elements
         shapes: dict[str, tuple[int, ...]] = {}
-        for seen in self.together.seen:
-            shapes |= seen["shapes"]
+        for record in self.together.all_records:
+            shapes |= record.shapes
         return sum(torch.Size(shapes[name]).numel()
                    for name in set().union(*owned))
 
@@ -186,11 +188,11 @@ class Comparison:
 
     def named(self, names: Iterable[str]) -> str:
         """Return parameters in words, in the optimizer's order."""
-        records = [*self.together.seen]
+        records = [*self.together.all_records]
         if self.alone:
-            records += self.alone.seen
-        order = [name for seen in records
-                 for name in (*seen["shapes"], *seen["model"])]
+            records += self.alone.all_records
+        order = [name for record in records
+                 for name in (*record.shapes, *record.model)]
         models = {name.partition(":")[0] for name in order}
         words = []
         for name in sorted(names, key=order.index):
@@ -246,7 +248,8 @@ def compare_batches(case: Comparison) -> BatchComparison:
         together, alone, strict=False)) if mine != good)
     reason = ("the samples are not those of one process: others, or the same "
               "padded or computed otherwise")
-    if left_out(case.alone.seen[0]) != left_out(case.together.seen[0]):
+    one, each = case.alone.record_of(0), case.together.record_of(0)
+    if left_out(one) != left_out(each):
         reason = "it leaves out other updates than with one process"
     if same == 0 or not together[0]:
         return BatchComparison(None, reason=reason)
@@ -257,25 +260,25 @@ def compare_batches(case: Comparison) -> BatchComparison:
                            f"from update {numbers[same]} on {reason}")
 
 
-def left_out(seen: Record) -> list[int]:
+def left_out(record: RankRecord) -> list[int]:
     """Return how many updates came before each that a rank has left out.
 
     A GradScaler leaves one out, or the script throws its gradients away.
     """
-    return sorted([*seen["skipped"], *seen["discarded"]])
+    return sorted([*record.skipped, *record.discarded])
 
 
-def decisions(seen: Record) -> list[str]:
+def decisions(record: RankRecord) -> list[str]:
     """Return what a rank did with its gradients, time after time.
 
     "makes" for an update, else how it was left out.
     """
     made: list[str] = []
-    for update in range(len(seen["updates"]) + 1):
-        made += ["its GradScaler skips it"] * seen["skipped"].count(update)
-        made += ["its gradients are thrown away"] * seen["discarded"].count(
+    for update in range(len(record.updates) + 1):
+        made += ["its GradScaler skips it"] * record.skipped.count(update)
+        made += ["its gradients are thrown away"] * record.discarded.count(
             update)
-        if update < len(seen["updates"]):
+        if update < len(record.updates):
             made.append("makes")
     return made
 
@@ -287,8 +290,8 @@ def find_skips(trial: Trial) -> list[Finding]:
     gradients away: it may have computed those for itself, as in a profile.
     """
     # one that has died has left no record
-    each = {rank: decisions(seen) for rank, seen in enumerate(trial.seen)
-            if seen}
+    each = {rank: decisions(record)
+            for rank, record in enumerate(trial.records) if record}
     ended = {rank for rank in each if trial.asked("left", rank)}
     first = min(each, default=0)
     for rank, mine in each.items():
@@ -325,22 +328,22 @@ def find_split(alone: Trial, together: Trial, ended: Finding | None
     ended: a failure of the ranks, perhaps before an optimizer that no rank
     came to.
     """
-    good = all_shapes(alone.seen[0])
+    good = all_shapes(alone.record_of(0))
     known: set[str] = set()
-    for seen in together.seen:
-        known |= seen["shapes"].keys()
+    for record in together.all_records:
+        known |= record.shapes.keys()
     if not ended:
-        known |= alone.seen[0]["shapes"].keys()
+        known |= alone.record_of(0).shapes.keys()
     known -= find_extra(alone, together)
-    split = {name for seen in together.seen for name in known
-             if all_shapes(seen).get(name) != good.get(name)}
+    split = {name for record in together.all_records for name in known
+             if all_shapes(record).get(name) != good.get(name)}
     kinds = []  # of tensors that show which parameters have other numbers
     if split:
         kinds = ["before"]
     elif any("alltoall" in call["call"].replace("_", "")
              for call in together.calls(0)):
         kinds = ["before", "gradients"]  # an expert is of one rank
-    for updates in zip(*(seen["updates"] for seen in together.seen),
+    for updates in zip(*(record.updates for record in together.all_records),
                        strict=False):
         if kinds and all(update["before"] for update in updates):
             split |= set.intersection(*(put_together(updates, kind).apart
@@ -348,9 +351,9 @@ def find_split(alone: Trial, together: Trial, ended: Finding | None
     return frozenset(split)
 
 
-def all_shapes(seen: Record) -> dict[str, tuple[int, ...]]:
+def all_shapes(record: RankRecord) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a rank's parameters, in an optimizer or not."""
-    return {**seen["model"], **seen["shapes"]}
+    return {**record.model, **record.shapes}
 
 
 def find_extra(alone: Trial, together: Trial) -> set[str]:
@@ -359,15 +362,16 @@ def find_extra(alone: Trial, together: Trial) -> set[str]:
     Their ranks have all of one process's parameters beside them, and begin
     with the same values in them: else they may be parts of those.
     """
-    shapes = [all_shapes(seen) for seen in together.seen]
-    good = all_shapes(alone.seen[0])
+    shapes = [all_shapes(record) for record in together.all_records]
+    good = all_shapes(alone.record_of(0))
     if any(own.get(name) != shape for own in shapes
            for name, shape in good.items()):
         return set()
     extra = {name for name in set.intersection(*map(set, shapes))
              if name not in good
              and len({own[name] for own in shapes}) == 1}
-    firsts = zip(*(seen["updates"][:1] for seen in together.seen), strict=True)
+    firsts = zip(*(record.updates[:1] for record in together.all_records),
+                 strict=True)
     differing = {name for updates in firsts
                  for name in put_together(updates, "before").apart}
     return extra - differing
@@ -382,22 +386,23 @@ def makes_up(case: Comparison) -> bool:
     known: set[bytes] = set()
     counts = [count for count in range(1, case.size + 1)
               if case.size % count == 0]
-    for name, tensor in first_weights(case.alone.seen[0]):
-        shape = case.alone.seen[0]["shapes"][name]
+    for name, tensor in first_weights(case.alone.record_of(0)):
+        shape = case.alone.record_of(0).shapes[name]
         if tensor.numel() != torch.Size(shape).numel():
             return False  # it is too large to be kept whole
         for dim in range(len(shape)):
             for count in counts:
                 chunks = tensor.view(shape).chunk(count, dim)
                 known |= {as_bytes(part) for part in chunks}
-    return all(as_bytes(tensor) in known for seen in case.together.seen
-               for name, tensor in first_weights(seen) if name in case.split)
+    return all(as_bytes(tensor) in known
+               for record in case.together.all_records
+               for name, tensor in first_weights(record) if name in case.split)
 
 
-def first_weights(seen: Record) -> Iterator[tuple[str, torch.Tensor]]:
+def first_weights(record: RankRecord) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the values of each whole tensor, as a rank begins.
     """
-    for update in seen["updates"]:
+    for update in record.updates:
         if update["before"]:
             yield from whole_here(update["before"]).items()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from rankcheck.record.outputs import NUMBERS, Entry
+from rankcheck.record.rank_record import RankRecord, RecordedOutputs
 
 # Of a sample's part of an output, relative to the length of all: what rounding
 # makes of it is below the first: measured on a transformer of 24 layers, 1e-6
@@ -90,7 +91,7 @@ class Recorded(NamedTuple):
     kinds: dict[Output, str]
 
 
-def read(record: Mapping[str, Any] | None) -> Recorded:
+def read(record: RecordedOutputs | None) -> Recorded:
     """Sort what rankcheck.record.outputs has recorded on a rank."""
     found: dict[Output, Sketches] = defaultdict(lambda: defaultdict(dict))
     kinds: dict[Output, str] = {}
@@ -112,9 +113,9 @@ def read(record: Mapping[str, Any] | None) -> Recorded:
     return Recorded(found, kinds)
 
 
-def compare_outputs(ranks: Sequence[Mapping[str, Any]],
-                    single: Mapping[str, Any], axis: Axis,
-                    split: frozenset[str], loosely: float) -> OutputComparison:
+def compare_outputs(ranks: Sequence[RankRecord], single: RankRecord,
+                    axis: Axis, split: frozenset[str], loosely: float,
+                    ) -> OutputComparison:
     """Find the first output of one process that a rank has otherwise.
 
     Args:
@@ -125,11 +126,11 @@ def compare_outputs(ranks: Sequence[Mapping[str, Any]],
             part of a sum.
         loosely: how much larger an error may be.
     """
-    for seen in (*ranks, single):
-        if seen["outputs_error"]:
-            return OutputComparison((), error=seen["outputs_error"])
-    good, kinds = read(single["outputs"])
-    each = [read(seen["outputs"]).sketches for seen in ranks]
+    for record in (*ranks, single):
+        if record.outputs_error:
+            return OutputComparison((), error=record.outputs_error)
+    good, kinds = read(single.outputs)
+    each = [read(record.outputs).sketches for record in ranks]
     agreeing: list[Output] = []
     unsure, last = False, None
     for output in good:

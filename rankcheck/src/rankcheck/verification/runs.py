@@ -182,11 +182,11 @@ def how_it_ends(trial: Trial, words: str = "") -> Finding | None:
             if error in finding.error:
                 finding.hint = [hint]
                 break
-        if any(seen and trial.asked("spawn", rank)
-               for rank, seen in enumerate(trial.seen)):
+        if any(record and trial.asked("spawn", rank)
+               for rank, record in enumerate(trial.records)):
             finding.hint = [SPAWNS]
         return finding
-    if all(seen and seen["updates"] for seen in trial.seen):
+    if all(record and record.updates for record in trial.records):
         return None
     text = f"{words}it makes no update by an optimizer of PyTorch"
     lines = [line for line in trial.ranks[0].out.splitlines() if line.strip()]
@@ -199,18 +199,18 @@ def how_it_ends(trial: Trial, words: str = "") -> Finding | None:
 def reduces(trial: Trial) -> bool:
     """Return whether a rank sends others anything of which they take a mean.
     """
-    updates = [update for seen in trial.seen if seen
-               for update in seen["updates"]]
+    updates = [update for record in trial.records if record
+               for update in record.updates]
     return any(update["reduced"] or update.get("within")
                for update in updates)
 
 
 def count_updates(trial: Trial) -> list[Finding]:
     """Return a failure if the ranks have not made as many updates."""
-    if any(seen and trial.asked("join", rank)
-           for rank, seen in enumerate(trial.seen)):
+    if any(record and trial.asked("join", rank)
+           for rank, record in enumerate(trial.records)):
         return []  # they need not
-    made = [trial.updates(rank) for rank in range(len(trial.seen))]
+    made = [trial.updates(rank) for rank in range(len(trial.records))]
     for rank, count in enumerate(made):
         if abs(count - made[0]) > 1 or min(made[0], count) == 0 < max(made):
             return [fail(f"rank {rank} makes {count} updates, and rank 0 "

@@ -164,12 +164,12 @@ def unseen_of_single(case: Comparison) -> list[str]:
     """Say what was not compared with one process, and with each rank."""
     texts = []
     of_one = "whether losses, gradients and weights are those of one process"
-    has_copies = any(seen["copies"] for seen in case.together.seen)
+    has_copies = any(record.copies for record in case.together.all_records)
     if case.still or case.apart or case.later or not has_copies:
         texts.append("averages of the weights (EMA), unless they are modules "
                      "like the model, and the minibatch is that of one "
                      "process")
-    if any(seen["dropout"] for seen in case.together.seen):
+    if any(record.dropout for record in case.together.all_records):
         texts.append("dropout: it was switched off, to compare")
     if case.apart:
         texts.append(f"{of_one}: {case.apart}{may_be(case)}")

@@ -44,10 +44,10 @@ def leftovers(case: Comparison) -> list[Finding]:
     for trial in (case.alone, case.together, case.still):
         if trial is None:
             continue
-        for seen in trial.seen:
-            reused |= results.intersection(seen["read"])
-        for seen in trial.seen:
-            results.update(seen["results"])
+        for record in trial.all_records:
+            reused |= results.intersection(record.read)
+        for record in trial.all_records:
+            results.update(record.results)
     if not reused:
         return []
     names = ", ".join(sorted({Path(path).name for path in reused})[:3])
@@ -107,7 +107,7 @@ def gradient_parts(updates: Updates) -> list[torch.Tensor]:
 def process_group(case: Comparison) -> list[Finding]:
     """Answer whether a rank joins a process group, or reduces anything."""
     if (case.asked("init_process_group")
-            or any(seen["joined"] for seen in case.together.seen)
+            or any(record.joined for record in case.together.all_records)
             or any(update["reduced"] for update in flatten(case.updates))):
         return []
     script = case.together.script.read_text(errors="replace")
@@ -132,7 +132,7 @@ def parameters(case: Comparison) -> list[Finding]:
     extra = find_extra(case.alone, case.together)
     if not extra:
         return []
-    tied = case.alone.seen[0]["tied"]
+    tied = case.alone.record_of(0).tied
     for name in sorted(extra & tied.keys()):
         return [fail(
             f"{case.named([name])} and {case.named([tied[name]])} are one "
@@ -165,14 +165,14 @@ def hand_sharded_parts(case: Comparison) -> list[Finding]:
     """
     if not case.alone:
         return []
-    whole = case.alone.seen[0]["shapes"]
+    whole = case.alone.record_of(0).shapes
     values: dict[str, set[bytes]] = {}
-    for seen in case.together.seen:
-        for name, tensor in first_weights(seen):
+    for record in case.together.all_records:
+        for name, tensor in first_weights(record):
             numbers = tensor.flatten()  # one number may be a parameter
             if name in case.split and not (numbers == numbers[:1]).all():
                 values.setdefault(name, set()).add(as_bytes(tensor))
-    shapes = case.together.seen[0]["shapes"]
+    shapes = case.together.record_of(0).shapes
     twins = []
     for name, different in values.items():
         if name not in shapes or name not in whole:
@@ -254,7 +254,7 @@ def other_start(case: Comparison, updates: Updates) -> Finding:
                     "whether that begins alike each time was not "
                     f"compared: started again, {ended.text}",
                     ended.advice, learned=learned)
-    repeated = put_together(again.seen[0]["updates"][:1], "before")
+    repeated = put_together(again.record_of(0).updates[:1], "before")
     expected = put_together(case.single[:1], "before")
     if not repeated.error(expected) <= SAME_START:
         return warn("one process begins with other weights each time "

@@ -35,7 +35,7 @@ def copies(case: Comparison) -> list[Finding]:
     has trained. It is known by its place among the copies, so that nothing is
     said if the ranks have other numbers of them.
     """
-    copies_of_ranks = [seen["copies"] for seen in case.together.seen]
+    copies_of_ranks = [record.copies for record in case.together.all_records]
     counts = {len(found) for found in copies_of_ranks}
     # with weights that are split by hand, a part may look like a copy
     if case.split or len(counts) > 1:
@@ -64,12 +64,12 @@ def averages(case: Comparison) -> list[Finding]:
     if follow_other_weights(case):
         return []
     first = {}
-    for name, tensor in first_weights(case.alone.seen[0]):
+    for name, tensor in first_weights(case.alone.record_of(0)):
         first[name.partition(":")[2]] = tensor
     limit = UPDATE * case.loosely
     compared = 0
-    for state, single_state in zip(case.together.seen[0]["copies"],
-                                   case.alone.seen[0]["copies"],
+    for state, single_state in zip(case.together.record_of(0).copies,
+                                   case.alone.record_of(0).copies,
                                    strict=False):
         copied, expected = whole_here(state), whole_here(single_state)
         keys = [key for key in expected if key in copied and key in first
@@ -126,8 +126,8 @@ def find_shared_files(case: Comparison) -> dict[Opener, list[str]]:
     The opener is that of the first of these ranks.
     """
     openers: dict[str, list[Opener]] = {}  # of each file, by its path
-    for seen in case.together.seen:
-        for path, opener in seen["written"].items():
+    for record in case.together.all_records:
+        for path, opener in record.written.items():
             openers.setdefault(path, []).append(opener)
     shared: dict[Opener, list[str]] = {}
     for path, found in openers.items():

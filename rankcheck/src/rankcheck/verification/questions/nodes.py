@@ -130,8 +130,8 @@ def own_device(case: Comparison) -> list[Finding]:
     if all_on_the_first(case):
         return []
     taken: dict[int, int] = {}  # number of a GPU -> the rank that takes it
-    for rank, seen in enumerate(case.together.seen):
-        numbers = seen["devices"]
+    for rank, record in enumerate(case.together.all_records):
+        numbers = record.devices
         if len(numbers) != 1:
             continue
         other = taken.setdefault(numbers[0], rank)
@@ -148,7 +148,7 @@ def all_on_the_first(case: Comparison) -> bool:
 
     Each may see one alone, as srun can have it.
     """
-    return all(seen["devices"] == [0] for seen in case.together.seen)
+    return all(record.devices == [0] for record in case.together.all_records)
 
 
 @question("as two nodes the ranks train as on one",
@@ -280,8 +280,8 @@ def optimizer_settings(both: TwoNodes) -> list[Finding]:
                     f"update {step}, with as many ranks on one node "
                     f"{good_rates[0]:.3g}", "does it follow LOCAL_WORLD_SIZE? "
                     f"{RANKS}")]
-    found = differences(by_parameter(both.trial.seen[0]),
-                        by_parameter(both.case.together.seen[0]))
+    found = differences(by_parameter(both.trial.record_of(0)),
+                        by_parameter(both.case.together.record_of(0)))
     for difference, names in found.items():
         return [warn(
             f"as two nodes the {difference.setting} of "
@@ -299,7 +299,7 @@ def gradients(both: TwoNodes) -> list[Finding]:
     """
     case = both.case
     if case.apart or case.split or any(
-            seen["draws"] for seen in both.trial.seen):
+            record.draws for record in both.trial.all_records):
         return []
     pairs = both.pairs[:case.compared]
     for step, (two, one) in enumerate(pairs):
@@ -371,8 +371,8 @@ def files(both: TwoNodes) -> Iterator[Finding]:
 def find_written(trial: Trial) -> list[WrittenFile]:
     """Return the files that ranks write, one for each opener of each."""
     found: dict[tuple[Opener, str], list[int]] = {}
-    for rank, seen in enumerate(trial.seen):
-        for path, opener in seen["written"].items():
+    for rank, record in enumerate(trial.all_records):
+        for path, opener in record.written.items():
             found.setdefault((opener, path), []).append(rank)
     return [WrittenFile(path, opener, ranks)
             for (opener, path), ranks in found.items()]
@@ -398,8 +398,8 @@ def caches(both: TwoNodes) -> list[Finding]:
             nodes.setdefault(file.path, set()).update(
                 map(both.node, file.ranks))
             openers[file.path] = file.opener
-    for rank, seen in enumerate(both.trial.seen):
-        for path in seen["read"]:
+    for rank, record in enumerate(both.trial.all_records):
+        for path in record.read:
             if path in nodes and both.node(rank) not in nodes[path]:
                 return [reads_of_other_node(both.trial, rank, path,
                                             openers[path])]
@@ -429,8 +429,8 @@ def devices(both: TwoNodes) -> list[Finding]:
     ranks. A real one may have more, where a larger number is no error.
     """
     count = both.case.size // 2
-    for rank, seen in enumerate(both.trial.seen):
-        beyond = [number for number in seen["devices"] if number >= count]
+    for rank, record in enumerate(both.trial.all_records):
+        beyond = [number for number in record.devices if number >= count]
         if beyond:
             return [fail(
                 f"as two nodes with a GPU for each rank, rank {rank} takes "

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from rankcheck.engine.findings import Finding, fail, ok, warn
-from rankcheck.engine.trial import Record
+from rankcheck.record.rank_record import RankRecord
 from rankcheck.verification.comparison import (
     Comparison,
     are_close,
     question,
     rows,
 )
-from rankcheck.verification.questions.records import flatten
 
 WORDS = {"lr": "learning rate", "weight_decay": "weight decay"}
 UNNAMED = "parameter "  # a rank may have another in its place
@@ -53,7 +52,7 @@ def settings(case: Comparison) -> Iterator[Finding]:
 
     They are those of the first update of its optimizer.
     """
-    ranks = [by_parameter(seen) for seen in case.together.seen]
+    ranks = [by_parameter(record) for record in case.together.all_records]
     for rank, own in enumerate(ranks):
         found = differences(own, ranks[0], between_ranks=True)
         if found:
@@ -66,7 +65,7 @@ def settings(case: Comparison) -> Iterator[Finding]:
             return
     if not case.alone:
         return
-    single = by_parameter(case.alone.seen[0])
+    single = by_parameter(case.alone.record_of(0))
     for difference, names in differences(ranks[0], single).items():
         yield judge(case, difference, names)
 
@@ -147,15 +146,14 @@ def rate_factor(own: Settings, other: Settings) -> float:
     return 1.0
 
 
-def by_parameter(seen: Record) -> Settings:
+def by_parameter(record: RankRecord) -> Settings:
     """Return the settings of all optimizers of a rank, by parameter."""
     found: Settings = {}
-    groups: list[dict[str, Any]] = flatten(seen["settings"])
-    for group in groups:
-        values = {key: tuple(value) for key, value in group["values"].items()}
-        for name in group["names"]:
-            if not name.startswith(UNNAMED):
-                found[name] = values
+    for groups in record.settings:  # of one optimizer
+        for group in groups:
+            for name in group["names"]:
+                if not name.startswith(UNNAMED):
+                    found[name] = group["values"]
     return found
 
 

@@ -42,8 +42,9 @@ def resumed_run(case: Comparison) -> list[Finding]:
     first, ended = case.runs("saved")
     if ended:
         return [ended]
-    places = {seen["saved"] for seen in first.seen}
-    if None in places:
+    places = {record.saved for record in first.all_records}
+    at = next(iter(places))  # steps of all optimizers before that
+    if at is None or None in places:
         return [fail("it has saved nothing by torch.save before update "
                      f"{case.runs.steps - 1}, the last that is watched", "let "
                      "it save earlier, by its flags, or watch more updates: "
@@ -51,8 +52,7 @@ def resumed_run(case: Comparison) -> list[Finding]:
     if len(places) > 1:
         return [warn("the ranks save after different updates", "verify "
                      "cannot tell what a resume brings back")]
-    at = places.pop()  # updates of all optimizers before that
-    made = count_made(first.seen[0]["updates"], at)
+    made = count_made(first.record_of(0).updates, at)
     again, ended = case.runs("resumed", case.runs.resume_flags, made)
     if ended:
         return [ended]
@@ -92,7 +92,8 @@ def count_made(updates: Updates, at: int) -> int:
 
 def by_update(trial: Trial) -> list[Updates]:
     """Return what all ranks have recorded of each update."""
-    return list(zip(*(seen["updates"] for seen in trial.seen), strict=False))
+    return list(zip(*(record.updates for record in trial.all_records),
+                    strict=False))
 
 
 def are_alike(stopped: Sequence[Updates], whole: Sequence[Updates]) -> bool:

@@ -498,7 +498,7 @@ def learning_rate(case: Comparison) -> RateComparison:
                     f"the learning rate of rank {rank} is {rates[0]:.3g}, "
                     f"of rank 0 {rates[1]:.3g}, in update {step}", None,
                     differs=True)
-    together = case.together.seen[0]["updates"]
+    together = case.together.record_of(0).updates
     numbers = sorted({update["optimizer"] for update in case.longest})
     compared = [compare_rates(case, rates_of(case.longest, number),
                               rates_of(together, number))

@@ -610,12 +610,12 @@ def first_update(case: Comparison, updates: Updates) -> Update:
 
 def explain_small_error(case: Comparison) -> Explanation | None:
     """Say why the ranks differ by a few per cent though nothing is wrong."""
-    if any(seen["batchnorm"] for seen in case.together.seen):
+    if any(record.batchnorm for record in case.together.all_records):
         return Explanation(
             "BatchNorm takes the mean over the samples of one process",
             "nn.SyncBatchNorm.convert_sync_batchnorm(model) takes it over "
             "all, on GPUs")
-    if any(seen["draws"] for seen in case.together.seen):
+    if any(record.draws for record in case.together.all_records):
         return Explanation(
             "the model draws random numbers, each rank its own",
             "right if that is wanted: switch it off by a flag, if there "

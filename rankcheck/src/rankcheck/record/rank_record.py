@@ -1,0 +1,193 @@
+"""What is recorded of one rank, how it is written, and how it is read again.
+
+Two files for each: <rank>.json, with a schema's version, and <rank>.pt, the
+tensors that it refers to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, TypedDict, TypeVar
+
+import torch
+
+from rankcheck.record.tensors import LocalTensors
+from rankcheck.system.errors import InternalError
+
+# A dictionary with one of these names stands for what JSON does not have
+TENSOR = "__tensor__"  # its index in the file of tensors
+TUPLE = "__tuple__"  # its items
+ITEMS = "__items__"  # of a dictionary whose keys are no strings: key, value
+
+AnyRecord = TypeVar("AnyRecord", bound="RankRecord")
+
+
+class GroupSettings(TypedDict):
+    """What is set for a group of an optimizer's parameters."""
+
+    names: list[str]  # of the parameters
+    values: dict[str, tuple[float, ...]]  # of outputs.SETTINGS, and "lr"
+
+
+class RecordedOutputs(TypedDict):
+    """What the modules have put out, as `rankcheck.record.outputs` says."""
+
+    entries: list[dict[str, Any]]  # the fields of an `Entry`
+    # of each forward pass, by axis, the hashes of what is looked at
+    samples: list[dict[str, list[str]]]
+    flat: torch.Tensor  # all sketches
+
+
+@dataclass
+class RankRecord:
+    """What the probes have seen of one rank. Each sets the fields it knows.
+
+    A client with probes of its own adds their fields in a subclass.
+
+    Attributes:
+        asked: what the script asked for: (what, value), in their order.
+        joined: whether it was still in a process group at its end.
+        written: files that it opened to write them -> who opened them; see
+            `rankcheck.record.files.opener`.
+        read: files that it opened before its first step.
+        results: files that it wrote after that.
+        devices: the numbers of the GPUs that it used.
+        dropout: whether dropout was switched off.
+        batchnorm: whether the statistics of a microbatch enter the loss.
+        low: whether it computes in less than float32.
+        draws: whether a forward pass draws random numbers.
+        copies: the weights of modules like the model that do not train.
+        model: the parameters' names -> their shapes.
+        tied: further names of parameters -> their first ones.
+        updates: what led to each step of an optimizer, and what came of it;
+            see `rankcheck.record.rows.Rows.snapshot`.
+        shapes: the shapes of the parameters that optimizers have.
+        saved: before which step it has saved something; None if it has not.
+        skipped: steps before which a GradScaler left one out.
+        discarded: steps before which gradients were thrown away.
+        outputs: of the modules, in the first steps; None if there are none.
+        settings: of the optimizers' groups, of each optimizer.
+        outputs_error: why outputs are no longer recorded.
+    """
+
+    SCHEMA: ClassVar[int] = 1
+
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+    joined: bool = False
+    written: dict[str, int | str] = field(default_factory=dict)
+    read: list[str] = field(default_factory=list)
+    results: list[str] = field(default_factory=list)
+    devices: list[int] = field(default_factory=list)
+    dropout: bool = False
+    batchnorm: bool = False
+    low: bool = False
+    draws: bool = False
+    copies: list[LocalTensors] = field(default_factory=list)
+    model: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    updates: list[dict[str, Any]] = field(default_factory=list)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    saved: int | None = None
+    skipped: list[int] = field(default_factory=list)
+    discarded: list[int] = field(default_factory=list)
+    outputs: RecordedOutputs | None = None
+    settings: list[list[GroupSettings]] = field(default_factory=list)
+    outputs_error: str = ""
+
+    def asked_values(self, what: str) -> list[Any]:
+        """Return the values with which the script has asked for something."""
+        return [value for name, value in self.asked if name == what]
+
+    def write(self, folder: str, rank: int,
+              save: Callable[[object, str], object]) -> None:
+        """Write the record; its last file is complete once it is there.
+
+        Args:
+            folder: where.
+            rank: whose record it is.
+            save: the original torch.save.
+
+        Raises:
+            OSError, RuntimeError: it cannot be written.
+            TypeError: a probe has set what cannot be recorded.
+        """
+        tensors: list[torch.Tensor] = []
+        packed = {one.name: pack(getattr(self, one.name), tensors)
+                  for one in fields(self)}
+        text = json.dumps({"schema": self.SCHEMA, **packed})
+        save(tensors, f"{folder}/{rank}.pt")
+        file = record_file(folder, rank)
+        part = file.with_suffix(".part")
+        part.write_text(text)
+        os.replace(part, file)
+
+    @classmethod
+    def read_from(cls: type[AnyRecord], folder: str | os.PathLike[str],
+                  rank: int) -> AnyRecord | None:
+        """Read the record of a rank; None if it died before it wrote one.
+
+        Raises:
+            InternalError: the record is not of this schema.
+        """
+        file = record_file(folder, rank)
+        if not file.exists():
+            return None
+        packed = json.loads(file.read_text())
+        known = {one.name for one in fields(cls)}
+        if packed.pop("schema", None) != cls.SCHEMA or packed.keys() != known:
+            raise InternalError(f"{file.name} is not a record of this version "
+                                "of rankcheck")
+        tensors = torch.load(file.with_suffix(".pt"))
+        return cls(**{name: unpack(value, tensors)
+                      for name, value in packed.items()})
+
+
+def record_file(folder: str | os.PathLike[str], rank: int) -> Path:
+    """Return the file of a rank's record, which is written at its end."""
+    return Path(folder, f"{rank}.json")
+
+
+def pack(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a value as JSON has it, and append its tensors to `tensors`.
+
+    Raises:
+        TypeError: it holds something of another type than those of a record.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        for index, known in enumerate(tensors):
+            if known is value:
+                return {TENSOR: index}
+        tensors.append(value)
+        return {TENSOR: len(tensors) - 1}
+    if isinstance(value, tuple):
+        return {TUPLE: [pack(one, tensors) for one in value]}
+    if isinstance(value, list):
+        return [pack(one, tensors) for one in value]
+    if not isinstance(value, dict):
+        raise TypeError(f"a {type(value).__name__} cannot be recorded")
+    if all(isinstance(key, str) for key in value):
+        return {key: pack(one, tensors) for key, one in value.items()}
+    return {ITEMS: [[pack(key, tensors), pack(one, tensors)]
+                    for key, one in value.items()]}
+
+
+def unpack(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the value that `pack` was given."""
+    if isinstance(value, list):
+        return [unpack(one, tensors) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {TENSOR}:
+        return tensors[value[TENSOR]]
+    if value.keys() == {TUPLE}:
+        return tuple(unpack(one, tensors) for one in value[TUPLE])
+    if value.keys() == {ITEMS}:
+        return {unpack(key, tensors): unpack(one, tensors)
+                for key, one in value[ITEMS]}
+    return {key: unpack(one, tensors) for key, one in value.items()}

@@ -1,0 +1,93 @@
+"""The record of a rank: what is written is what is read."""
+
+import json
+from dataclasses import dataclass, fields
+
+import pytest
+import torch
+
+from rankcheck.engine.hang_detector import Budget
+from rankcheck.engine.trial import Trial, watch
+from rankcheck.record.rank_record import RankRecord, record_file
+from rankcheck.record.recorder import Log
+from rankcheck.record.tensors import describe
+from rankcheck.system.errors import InternalError
+from rankcheck_testing.support import program
+
+
+@dataclass
+class Counted(RankRecord):
+    """A client's own."""
+
+    count: int = 0
+
+
+def count(log):
+    log.on("end", lambda: setattr(log.record, "count", 7))
+
+
+def fails(log):
+    log.on("end", lambda: setattr(log.record, "count", {1, 2}))
+
+
+def test_what_is_written_is_read(tmp_path):
+    weight = torch.arange(3.0)
+    tensors = describe([("weight", weight)])
+    record = RankRecord(
+        asked=[("sampler", (2, 0, "")), ("epoch", None)], joined=True,
+        written={"/tmp/a": 7, "/tmp/b": "lightning"}, low=True, saved=3,
+        updates=[{"losses": [1.5, float("inf")], "drawn": {3: 4, -1: 2},
+                  "before": tensors, "now": tensors}],
+        shapes={"weight": (3,), "": ()},
+        settings=[[{"names": ["weight"], "values": {"lr": (0.5,)}}]])
+    record.write(str(tmp_path), 3, torch.save)
+    again = RankRecord.read_from(tmp_path, 3)
+    (before, now), (update,) = ([one.pop(name) for one in again.updates
+                                 for name in ("before", "now")],
+                                record.updates)
+    assert torch.equal(before["flat"], weight)
+    assert before["flat"] is now["flat"]  # written once
+    assert before["plain"] == [("weight", (3,))]
+    del update["before"], update["now"]
+    assert again == record
+    for one in fields(RankRecord):
+        assert type(getattr(again, one.name)) is type(getattr(
+            record, one.name)), one.name
+
+
+def test_a_rank_that_died_has_none(tmp_path):
+    assert RankRecord.read_from(tmp_path, 0) is None
+    trial = Trial(tmp_path, records=[RankRecord(), None])
+    assert trial.asked("epoch") == []
+    with pytest.raises(InternalError, match="rank 1 has left no record"):
+        _ = trial.all_records
+
+
+@pytest.mark.parametrize("change", [
+    {"schema": 0}, {"schema": None}, {"a": "later field"}])
+def test_a_record_of_another_version_is_refused(tmp_path, change):
+    RankRecord().write(str(tmp_path), 0, torch.save)
+    file = record_file(tmp_path, 0)
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(InternalError, match="not a record of this version"):
+        RankRecord.read_from(tmp_path, 0)
+
+
+def test_what_cannot_be_recorded_is_an_error(tmp_path, capfd):
+    """The script's own end stays; the record is missing."""
+    with pytest.raises(TypeError, match="a set cannot be recorded"):
+        Counted(count={1}).write(str(tmp_path), 0, torch.save)
+    log = Log(tmp_path, 0, Counted(count={1}))
+    log.finish()
+    assert "a set cannot be recorded" in capfd.readouterr().err
+    assert Counted.read_from(tmp_path, 0) is None
+
+
+def test_a_clients_record_comes_back_from_the_ranks(tmp_path):
+    script = program(tmp_path / "script.py", "print('there')\n")
+    trial = watch(Trial(script), (), tmp_path / "seen", print, Budget(20.0),
+                  probes=[count], record=Counted, world_size=2)
+    assert [record.count for record in trial.all_records] == [7, 7]
+    trial = watch(Trial(script), (), tmp_path / "more", print, Budget(20.0),
+                  probes=[fails], record=Counted, world_size=2)
+    assert trial.records == [None, None]
