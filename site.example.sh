@@ -55,6 +55,13 @@
 #
 #   export PIP_EXTRA_INDEX_URL=https://wheels.example.org/xpu
 #
+# AMD (MI250X, MI300A, MI300X): PyTorch's index of builds for ROCm. pytorch.org
+# names those of each version; `amd-smi version` prints the ROCm of this node.
+# NCCL's place is taken by RCCL, which PyTorch calls nccl, too, and which reads
+# the same NCCL_ variables.
+#
+#   export PIP_EXTRA_INDEX_URL=https://wheels.example.org/rocm
+#
 # Nodes that reach the internet only through a mirror:
 #   export PIP_INDEX_URL=https://mirror.example.org/simple
 

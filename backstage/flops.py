@@ -21,7 +21,11 @@ PEAKS: dict[str, tuple[float, float | None]] = {
     "GH200": (989, 67), "H200": (989, 67), "H20": (148, 44),
     "B200": (2250, 75), "B300": (2250, 75),
     "GB200": (2500, None),  # NVIDIA published 90 for fp32, and later 80
-    "L40S": (362, 91.6), "L4": (121, 30.3), "MI300X": (1307, 163.4),
+    "L40S": (362, 91.6), "L4": (121, 30.3),
+    # its tensor cores have no bf16: that is computed as fp32 is
+    "V100-PCIE": (14, 14), "V100": (15.7, 15.7),
+    "MI300X": (1307, 163.4), "MI300A": (981, 122.6), "MI325X": (1307, 163.4),
+    "MI350X": (2307, 144.2), "MI355X": (2517, 157.3),
     "MI250X": (191.5, 47.9),  # for one of its two dies, which is one device
 }
 

@@ -352,6 +352,8 @@ watch_gpus() {
         command=(nvidia-smi dmon -s pucm -o DT -d 10)
     elif command -v xpu-smi >/dev/null; then
         command=(xpu-smi dump -d -1 -m "0,1,2,18" -i 10)
+    elif command -v amd-smi >/dev/null; then # it is a Python program
+        command=(env PYTHONUNBUFFERED=1 amd-smi monitor -pum --csv -w 10)
     else
         return
     fi

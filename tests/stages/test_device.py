@@ -116,6 +116,9 @@ def test_the_local_rank_says_which_device(gpu, monkeypatch):
     ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),
     ("NVIDIA A10", 125, 31.2), ("NVIDIA A10G", 70, 31.2),
     ("NVIDIA RTX 6000 Ada Generation", None, None),
+    ("Tesla V100-SXM2-16GB", 15.7, 15.7), ("Tesla V100-PCIE-32GB", 14, 14),
+    ("NVIDIA GH200 480GB", 989, 67), ("AMD Instinct MI300A", 981, 122.6),
+    ("AMD Instinct MI325X", 1307, 163.4), ("AMD Instinct MI355X", 2517, 157.3),
     ("NVIDIA GB200", 2500, None)])
 def test_peaks(gpu, name, bf16, fp32):
     gpu(name=name)

@@ -200,7 +200,7 @@ def test_the_model_of_nodes_of_one_gpu_each():
     assert 1 / fitted.per_byte_between == pytest.approx(5e9)
 
 
-def test_gpu_metrics_of_both_vendors(tmp_path):
+def test_gpu_metrics_of_each_vendor(tmp_path):
     (tmp_path / "gpus-node1.txt").write_text("""\
 #Date       Time        gpu    pwr  gtemp  mtemp     sm    mem
 #YYYYMMDD   HH:MM:SS    Idx      W      C      C      %      %
@@ -215,9 +215,16 @@ Timestamp, DeviceId, GPU Utilization (%), GPU Power (W)
 10:00:00.000,    1, N/A, 400.10
 10:00:10.000,    0, 90
 """)
+    (tmp_path / "gpus-node3.txt").write_text("""\
+timestamp,gpu,xcp,power_usage,gfx,gfx_clk,mem,mem_clk
+1780000000,0,0,251,93,1900,40,1900
+1780000000,1,0,N/A,N/A,1900,40,1900
+timestamp,gpu,xcp,power_usage,gfx,gfx_clk,mem,mem_clk
+1780000010,0,0,251,95,1900,40,1900
+""")
     assert results.utilisation(tmp_path) == {
         "node1 GPU 0": [97, 99], "node1 GPU 1": [50],
-        "node2 GPU 0": [88.5, 90]}
+        "node2 GPU 0": [88.5, 90], "node3 GPU 0": [93, 95]}
 
 
 def draw(output, folders):

@@ -265,16 +265,17 @@ def gpus():
     for command in (
             "nvidia-smi --format=csv --query-gpu=index,name,utilization.gpu,"
             "memory.used,memory.total,power.draw",
-            "xpu-smi dump -d -1 -m 0,1,18 -n 1"):
+            "xpu-smi dump -d -1 -m 0,1,18 -n 1",
+            "amd-smi monitor -pum --csv"):
         if shutil.which(command.split()[0]):
             run = subprocess.run(command.split(), capture_output=True,
                                  text=True, check=False)
             require(run.returncode == 0, (run.stderr or run.stdout).strip())
             rows = [line.split(",") for line in run.stdout.splitlines()]
             return Shown(page.box(table(rows)), run.stdout)
-    return show_text("There is no GPU here (neither nvidia-smi nor xpu-smi): "
-                     "all lessons work on the CPU, and a batch job may have a "
-                     "GPU.")
+    return show_text("There is no GPU here (none of nvidia-smi, xpu-smi, "
+                     "amd-smi): all lessons work on the CPU, and a batch job "
+                     "may have a GPU.")
 
 
 # --------------------------------------------------------- one lesson each

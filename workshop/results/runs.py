@@ -43,6 +43,8 @@ CONFIG = "block_size", "vocab_size", "n_layer", "n_head", "n_embd"
 COUNTS = "minibatch_size", "microbatch_size", "sequence_length"
 DIVISORS = "pipeline_parallel", "tensor_parallel"  # which some stages have
 POSITIVE = ("nodes", "max_steps", "world_size", *CONFIG, *COUNTS, *DIVISORS)
+# How nvidia-smi, xpu-smi and amd-smi name the percentage of a GPU that is busy
+UTILISATIONS = ("sm", "gpu utilization (%)", "gfx")
 ALIKE = ("preset", "data", "minibatch_size", "sequence_length")
 
 
@@ -386,8 +388,8 @@ def read_ladder(example: bool = False) -> dict[str, Any]:
 def utilisation(folder: Path) -> dict[str, list[float]]:
     """{"node GPU 0": [percent, ...]} from the run's files of GPU metrics.
 
-    A batch file has `nvidia-smi dmon` (words under a header) or `xpu-smi dump`
-    (commas) write them on each node, every ten seconds.
+    A batch file has `nvidia-smi dmon` (words under a header), `xpu-smi dump`
+    or `amd-smi monitor` (commas) write them on each node, every ten seconds.
     """
     gpus: dict[str, list[float]] = {}
     for file in sorted(folder.glob("gpus-*.txt")):
@@ -401,7 +403,8 @@ def utilisation(folder: Path) -> dict[str, list[float]]:
                 continue
             values = dict(zip(header, cells, strict=False))
             gpu = values.get("gpu", values.get("deviceid"))
-            busy = values.get("sm", values.get("gpu utilization (%)", ""))
+            busy = next((values[name] for name in UTILISATIONS
+                         if name in values), "")
             with suppress(ValueError):  # units, "-", a cut line
                 percent = float(busy)
                 gpus.setdefault(f"{node} GPU {gpu}", []).append(percent)
