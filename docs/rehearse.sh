@@ -1,8 +1,15 @@
 #!/usr/bin/env bash
 # Does what an attendee does in a session, in a new clone in this folder, with
 # this site.sh and environment, and says how long it takes. A failed clone is kept.
-#     bash docs/rehearse.sh [flags of the jobs' scripts, --max-steps 100]
+#     bash docs/rehearse.sh [MINUTES of the session, 60] [flags of the jobs'
+#         scripts, --max-steps 100]
 set -euo pipefail -m # each step is ended with all that it has started
+minutes=60
+if [[ ${1-} =~ ^[0-9]+$ ]]; then minutes=$1 && shift; fi
+case $minutes in 60 | 90 | 120 | 240) ;; *)
+    echo "error: a session has 60, 90, 120 or 240 minutes, not $minutes" >&2
+    exit 2 ;;
+esac
 course=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 export WORKSHOP_VENV="${VIRTUAL_ENV:?source activate.sh first}"
 unset WORKSHOP_INSTALL PYTHONPATH
@@ -37,18 +44,25 @@ stage() { # make it by its changes, check it, submit what has passed
 $1-job 300 $tool script $1 | grep /code/ && $run"
 }
 execute="jupyter nbconvert --log-level=ERROR --execute --to=notebook"
+lesson() { echo "$1 $2 $execute --output done.$1 notebooks/$1.ipynb"; }
+more='' extra=''
+((minutes < 120)) || more=$(lesson collectives 180)
+((minutes < 240)) || extra=$(lesson your_model 600 && lesson hangs 600)
 while read -r name seconds command; do # seconds: what the plan leaves
+    [ -n "$name" ] || continue # this session has no such lesson
     begin=$SECONDS
     bash -c "source activate.sh && $command" </dev/null &>"$folder/$name.log" &
     # nbconvert has succeeded, too, if a cell complains
     if ! wait $! || grep -sh -A 2 x-workshop-complaint notebooks/done.*; then
         tail -n 3 "$folder/$name.log" && echo "$name failed: $folder" && exit 1
     fi >&2
-    printf '%-9s %4d s of %3d\n' "$name" $((SECONDS - begin)) "$seconds"
+    printf '%-11s %4d s of %3d\n' "$name" $((SECONDS - begin)) "$seconds"
 done <<<"activate 120 true
 doctor 60 $tool doctor
 start 120 $execute --output done.start notebooks/start_here.ipynb
+$more
 $(stage ddp)
 $(stage lit)
+$extra
 results 60 $execute --output done.results notebooks/results.ipynb"
 rm -rf "$folder"

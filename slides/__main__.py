@@ -5,6 +5,7 @@ import sys
 
 from backstage.errors import UserError, run_main
 from backstage.files import show_path
+from workshop.instructor.plan import LENGTHS
 
 
 def main():
@@ -12,7 +13,7 @@ def main():
         prog="python -m slides", description="Build the decks of slides: "
         "pages that need no network, and PDFs.")
     parser.add_argument("deck", nargs="*", help="which ones (default: all)")
-    parser.add_argument("--minutes", type=int, choices=(60, 90, 120),
+    parser.add_argument("--minutes", type=int, choices=LENGTHS,
                         default=60, help="of the course (60)")
     parser.add_argument("-o", "--output", default="slides/build",
                         help="the folder (slides/build)")

@@ -48,8 +48,10 @@ DECKS = {  # a deck's name: its title
 
 
 def read_source(name):
-    """A deck's template."""
-    return (SLIDES / "source" / f"{name}.md").read_text("utf-8")
+    """A deck's template, with the parts that it includes."""
+    text = (SLIDES / "source" / f"{name}.md").read_text("utf-8")
+    return re.sub(r'{% include "(.+)\.md" %}',
+                  lambda found: read_source(found[1]), text)
 
 
 # ----------------------------------------------------------------- the clock

@@ -17,10 +17,13 @@ from conftest import (
     program,
 )
 
+from backstage import ROOT
+from workshop.instructor.plan import LENGTHS, read_plan
+
 SCRIPT = "docs/rehearse.sh"
 
 
-def start(tmp_path, activate, *more, venv="none"):
+def start(tmp_path, activate, *more, venv="none", flags=(), path=""):
     """Rehearse in a course of which there is little but this activate.sh."""
     course, here = tmp_path / "course", tmp_path / "here"
     copy_course(course, SCRIPT, *more)
@@ -30,8 +33,10 @@ def start(tmp_path, activate, *more, venv="none"):
     commit_all(course)
     here.mkdir()
     return here, subprocess.Popen(
-        ["bash", course / SCRIPT], cwd=here, text=True, stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE, env=os.environ | {"VIRTUAL_ENV": venv},
+        ["bash", course / SCRIPT, *flags], cwd=here, text=True,
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=os.environ | {"VIRTUAL_ENV": venv,
+                          "PATH": path + os.environ["PATH"]},
         preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL)
                             for number in (signal.SIGINT, signal.SIGHUP)])
 
@@ -50,6 +55,36 @@ def test_a_step_that_fails_is_the_last(tmp_path, activate, name, said):
     assert process.returncode == 1 and said in err
     assert err.endswith(f"{name} failed: {folder}\n") and name not in out
     assert re.match(r"activate +\d+ s of 120\n", out)
+
+
+def test_a_session_that_there_is_not(tmp_path):
+    done = subprocess.run(["bash", ROOT / SCRIPT, "45"], cwd=tmp_path,
+                          text=True, capture_output=True,
+                          env=os.environ | {"VIRTUAL_ENV": "none"})
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == ("error: a session has 60, 90, 120 or 240 minutes, "
+                           "not 45\n")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("minutes", LENGTHS)
+def test_a_session_has_the_lessons_of_the_plan(tmp_path, minutes):
+    """What it executes are the plan's notebooks, in their order."""
+    (tmp_path / "bin").mkdir()
+    program(tmp_path / "bin" / "qsub", "#!/bin/sh\n")
+    _, process = start(
+        tmp_path, "python() { echo /code/; }; jupyter() { "
+        f'echo "${{@: -1}}" >>{tmp_path}/said; }}', flags=[str(minutes)],
+        path=f"{tmp_path}/bin:")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, out + err
+    said = re.findall(r"notebooks/(\w+)\.ipynb", (
+        tmp_path / "said").read_text())
+    assert said == [name for name, row in read_plan().items()
+                    if minutes in row.minutes and row.where.endswith("ipynb")
+                    and not name.endswith(" end")
+                    and not name.startswith("diff_")]
 
 
 @pytest.mark.parametrize("number", [

@@ -331,8 +331,27 @@ def run(*options):
 def built(tmp_path_factory):
     """The pages of all decks; of the course the longest, with all slides."""
     folder = tmp_path_factory.mktemp("slides")
-    run("--minutes", "120", "--no-pdf", "-o", folder)
+    run("--minutes", "240", "--no-pdf", "-o", folder)
     return folder
+
+
+@pytest.mark.parametrize("length", text.LENGTHS)
+def test_a_course_with_a_sites_settings_fits(
+        length, browser, tmp_path, monkeypatch):
+    needs("node", "chromium")
+    if not build.MARP.exists():
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(
+            "not installed: Marp (npm ci --prefix slides)")
+    monkeypatch.setattr(build.text, "site", lambda path: SITE)
+    page, = build.build(["course"], tmp_path, length, pdf=False)
+    opened = browser.new_page()
+    opened.goto(page.as_uri())
+    opened.wait_for_selector(".bespoke-marp-active")
+    assert opened.evaluate(BEYOND) == []
+    shown = opened.locator("svg[data-marpit-svg]").first.inner_text()
+    assert all(SITE[name] in shown for name in (
+        "WORKSHOP_SPEAKER", "WORKSHOP_ADDRESS"))
+    opened.close()
 
 
 BEYOND = """() => [...document.querySelectorAll("[data-marpit-svg] section")]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from backstage import ROOT
 from backstage.errors import require
 
-HEADING = "| 60 min | 90 min | 120 min | more | what | where |"
-LENGTHS = 60, 90, 120  # minutes of a session
+HEADING = "| 60 min | 90 min | 120 min | 240 min | more | what | where |"
+LENGTHS = 60, 90, 120, 240  # minutes of a session
 MORE = "more"  # the minutes of what follows the course
 
 
@@ -15,7 +15,7 @@ MORE = "more"  # the minutes of what follows the course
 class Row:
     """A row of the plan.
 
-    minutes: {60: 5, 120: 10}, or {MORE: 25} for what follows the course.
+    minutes: {60: 5, 120: 10}, with {MORE: 25} for what can follow the course.
     """
 
     name: str  # of its notebook or folder; with " end" for a notebook's end
