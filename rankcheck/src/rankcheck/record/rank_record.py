@@ -63,7 +63,7 @@ class RankRecord:
         copies: the weights of modules like the model that do not train.
         model: the parameters' names -> their shapes.
         tied: further names of parameters -> their first ones.
-        updates: what led to each step of an optimizer, and what came of it;
+        updates: what led to each step of an optimizer, and its result;
             see `rankcheck.record.rows.Rows.snapshot`.
         shapes: the shapes of the parameters that optimizers have.
         saved: before which step it has saved something; None if it has not.
