@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from rankcheck.engine import exits
+from rankcheck.engine.findings import Line, fail
 from rankcheck.engine.ranks import Rank
 from rankcheck.engine.trial import Trial
 from rankcheck.record.rank_record import RankRecord
 from rankcheck.record.tensors import assemble, describe
 from rankcheck.verification import comparison, runs
 from rankcheck.verification.questions import resume
+from rankcheck_testing.expected import read_expected
 
 NAN, INF = torch.nan, torch.inf
 
@@ -154,3 +156,16 @@ def test_random_numbers_that_do_not_go_on(lost, verdict):
             {**one, "rows": ["b"]} for one in good)], lost),
         *resume.afterwards([good], [update(loss=3.0) * 2], lost)]
     assert [finding.verdict for finding in found] == [verdict] * 2
+
+
+@pytest.mark.parametrize(("expected", "matches"), [
+    ("FAIL mean", True), ("FAIL mean step=2 rank=1 line=7", True),
+    ('FAIL mean factor=0.49 "0.weight" "x = 1"', True), ("warn mean", False),
+    ("FAIL means", False), ("FAIL mean step=3", False),
+    ("FAIL mean rank=0", False), ("FAIL mean line=8", False),
+    ("FAIL mean times=2", False), ('FAIL mean "1.weight"', False)])
+def test_what_a_test_expects_of_a_finding(expected, matches):
+    finding = fail(["of 0.weight in ", Line(7), ": x = 1"], ranks=[1, 3],
+                   numbers={"step": 2, "factor": 0.5}, kind="mean")
+    assert read_expected(expected).matches(finding) == matches
+    assert read_expected(finding.text) is None

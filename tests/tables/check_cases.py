@@ -4,70 +4,95 @@
     pytest --tables tests/workshop/test_check.py -k "ddp:"  those of a stage
 
 They stand in check/STAGE, see rankcheck_testing/planted.py. A wrong script
-has to get one diagnosis, whose first line holds the given words; a right one
-passes, with these words in its warning, or in what to do about it, if there
-are any. To extend the table, add a file.
+has to get one diagnosis, which is the finding that its first line gives, in
+the form of rankcheck_testing/expected.py; a right one passes, with these
+warnings and no others. To extend the table, add a file.
 Slips of one line are not here but in mutants.py, which makes them itself.
 """
 
 import contextlib
 import io
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from conftest import all_processes
 
 from backstage import ROOT
+from rankcheck.engine.findings import Report
 from rankcheck.engine.scratch import PREFIX
+from rankcheck_testing.expected import read_expected
 from rankcheck_testing.planted import load_all
 
 CASES = load_all(Path(__file__).with_name("check"), ROOT)
 
 
-def outcome(stage, text):
-    """(whether it passed, its first FAIL or warning with what to do, all that
-    was said).
+@dataclass(frozen=True)
+class Outcome:
+    """What the check says of a script.
+
+    Attributes:
+        report: None if the script could not be run.
+        first: its first failure, else its first warning, with what to do
+            about it, in a line; "" if there is none.
+        out: all that was printed.
     """
+
+    report: Report | None
+    first: str
+    out: str
+
+    @property
+    def passed(self) -> bool:
+        return self.report is not None and self.report.ok
+
+
+def outcome(stage, text):
+    """Check a script."""
     from rankcheck.system.errors import UserError
     from workshop.check.command import check
 
     out = io.StringIO()
+    report = None
     with tempfile.TemporaryDirectory(prefix="case-") as folder:
         script = Path(folder, "train_gpt2.py")
         script.write_text(text)
         with contextlib.redirect_stdout(out):
             try:
-                passed = check(stage, script).ok
+                report = check(stage, script)
             except UserError as error:
-                passed = False
+                first = str(error)
                 print(f"  FAIL  {error}")
-    lines = [line.strip() for line in out.getvalue().splitlines()]
-    first = next((i for i, line in enumerate(lines)
-                  if line.startswith(("FAIL", "warn"))), None)
-    says = ""
-    if first is not None:
-        says = lines[first]
-        if lines[first + 1].startswith("->"):  # what to do
-            says += f" {lines[first + 1]}"
-    return passed, says, out.getvalue()
+    if report is not None:
+        found = [*report.failures, *report.warnings]
+        first = ""
+        if found:
+            first = f"{found[0].text} {found[0].advice}".strip()
+    return Outcome(report, first, out.getvalue())
 
 
-def problem(case, passed, says, out):
-    """What is not as the case says, "" where all is.
+def problem(case, found):
+    """Return what is not as the case says, "" where all is.
 
     A right script's warnings are those that its first line lists, and no
     others.
     """
-    if passed != case.right:
-        return "passed" if passed else "refused"
-    warnings = [line.strip() for line in out.splitlines()
-                if line.strip().startswith("warn")]
-    false = [line for line in warnings
-             if not any(words in line for words in case.says)]
-    if case.right and false:
-        return f"a false warning: {false[0]}"
-    return "" if all(words in says for words in case.says) else (
-        "another first line")
+    if found.passed != case.right:
+        return "passed" if found.passed else "refused"
+    if found.report is None:
+        return "it could not be run" if case.says else ""
+    expected = [read_expected(line) for line in case.says]
+    if None in expected:
+        return f"not of the form: {case.says}"
+    named = found.report.warnings if case.right else found.report.failures[:1]
+    for one in expected:
+        if not one.is_in(named):
+            return f"not found: {one}"
+    for finding in found.report.warnings:
+        listed = any(one.matches(finding) for one in expected)
+        if case.right and not listed:
+            return f"a false warning: {finding.text}"
+    return ""
 
 
 def left_in(temporary):

@@ -42,7 +42,7 @@ if __name__ == "__main__":
         TESTS, TOP, TOP / "rankcheck/src", TOP / "rankcheck/tests"))
 
 import why_cases
-from check_cases import left_by, left_in, outcome
+from check_cases import Outcome, left_by, left_in, outcome
 
 from rankcheck.engine.scratch import PREFIX
 from workshop.diff.diff import differences, load_lesson
@@ -365,9 +365,10 @@ def try_out(mutant):
     """(kind, seconds, what the table says below it) of a mutant."""
     begin, odd = time.monotonic(), ""
     try:
-        passed, says, out = outcome(mutant.stage, mutant.script())
+        found = outcome(mutant.stage, mutant.script())
     except BaseException:
-        passed, says, out = False, "", traceback.format_exc()
+        found = Outcome(None, "", traceback.format_exc())
+    passed, says, out = found.passed, found.first, found.out
     if "Traceback" in out:
         odd = "a traceback: " + out.splitlines()[-1]
     folder = tempfile.gettempdir()
@@ -391,7 +392,7 @@ def try_out(mutant):
             named, "half named")
     return kind, time.monotonic() - begin, odd or (
         why if passed else "" if kind == "refused" else
-        " ".join(re.findall(r"  It is .*|  FAIL .*", out))), bool(odd)
+        " ".join([says, *re.findall(r"  It is .*", out)])), bool(odd)
 
 
 def choose(stage, number, pairs, seed, only):

@@ -5,13 +5,14 @@
 
 They stand in tables/verify/STYLE, see planted.py; the right one of a style is
 given by its difference from another style's. A right script must not be
-refused, and of a mistake the answer has to hold the given words, which it must
-not hold of the right one. The warnings about a right script are listed in its
-first line, each as "warn  " and its first words: another one is false, and
-fails. Other words of the first line: `uncompared`, of a right script, for
-which status 2 is right, as nothing can be compared with one process;
-`resumed`, the script is resumed, too; `whole`, one of each kind, which the
-suite has. To extend the table, add a file.
+refused, and a mistake has to get the findings that its first line lists, which
+the right one must not get; see expected.py. What is not a finding is a text
+that has to be printed: what was not checked, or names in what is advised. The
+warnings about a right script are listed in its first line: another one is
+false, and fails. Other words of the first line: `uncompared`, of a right
+script, for which status 2 is right, as nothing can be compared with one
+process; `resumed`, the script is resumed, too; `whole`, one of each kind,
+which the suite has. To extend the table, add a file.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from typing import Any
 import pytest
 
 from rankcheck.engine.findings import Report
+from rankcheck_testing.expected import Expected, read_expected
 from rankcheck_testing.planted import Planted, load, load_all
 from rankcheck_testing.support import HOUSE
 
 TABLES = HOUSE / "tests" / "tables"
 CASES = load_all(TABLES / "verify", TABLES)
-WARNING = "warn  "
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def outcome(case: Planted, folder: Path, style: Style | None = None
 
 def problem(case: Planted, found: Outcome) -> str:
     """Say what is not as the case says; "" where all is."""
-    report, out = found.report, found.out
+    report = found.report
     if report.internal_errors:
         return f"rankcheck failed: {report.internal_errors[0]}"
     if case.right and report.failures:
@@ -139,27 +140,38 @@ def problem(case: Planted, found: Outcome) -> str:
         return f"status {report.status}"
     if case.right and (false := false_warnings(case, report)):
         return f"a false warning: {false[0]}"
-    missing = [words for words in case.says if words not in out]
+    missing = [words for words in case.says if not is_said(words, found)]
     if missing:
-        return f"not named: {missing[0]}"
+        return f"not found: {missing[0]}"
     if case.right:
-        return find_mistake(case, out)
+        return find_mistake(case, found)
     return ""
 
 
-def find_mistake(case: Planted, out: str) -> str:
+def is_said(words: str, found: Outcome) -> bool:
+    """Return whether there is such a finding, or such a text."""
+    expected = read_expected(words)
+    if expected is None:
+        return words in found.out
+    return expected.is_in(found.report.findings)
+
+
+def find_mistake(case: Planted, found: Outcome) -> str:
     """Say which mistake of its style is named of a right script."""
     for path in case.path.parent.glob("*.diff"):
         other = load(path, case.top)
         both_resumed = ("resumed" in case.marks) == ("resumed" in other.marks)
-        if not other.right and both_resumed and other.says[0] in out:
+        if not other.right and both_resumed and is_said(other.says[0], found):
             return f"named though it is right: {other.says[0]}"
     return ""
 
 
 def false_warnings(case: Planted, report: Report) -> list[str]:
     """Return the warnings about a right script that it does not list."""
-    expected = tuple(words.removeprefix(WARNING) for words in case.says
-                     if words.startswith(WARNING))
+    listed: list[Expected] = []
+    for words in case.says:
+        expected = read_expected(words)
+        if expected is not None:
+            listed.append(expected)
     return [finding.text for finding in report.warnings
-            if not (expected and finding.text.startswith(expected))]
+            if not any(expected.matches(finding) for expected in listed)]

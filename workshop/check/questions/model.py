@@ -53,12 +53,17 @@ def samples(trial: StageTrial, reference: StageTrial) -> Finding | None:
                         if k // size % dp == rank // tp % dp)
             if mine and len(mine) != len(own):
                 return fail(f"samples of step {step}: rank {rank} reads "
-                            f"{len(mine)} of them, not {len(own)}")
+                            f"{len(mine)} of them, not {len(own)}",
+                            ranks=[rank], numbers={
+                                "step": step, "samples": len(mine),
+                                "single": len(own)}, kind="batch-size")
             if mine and mine != own:
                 return fail(f"samples of step {step}: rank {rank} reads "
-                            f"{shorten(mine)}, not {shorten(own)}")
+                            f"{shorten(mine)}, not {shorten(own)}",
+                            ranks=[rank], numbers={"step": step},
+                            kind="other-samples")
         return fail(f"samples of step {step} are not {shorten(good)}, each "
-                    "once")
+                    "once", numbers={"step": step}, kind="other-samples")
     return None
 
 
@@ -87,10 +92,12 @@ def optimizer(trial: StageTrial, reference: StageTrial) -> Finding | None:
                 value = mine[name].get(key, good[name][key])
                 if not np.allclose(value, good[name][key], 1e-6, 0):
                     return fail(f"the optimizer has {key}={value} for {name},"
-                                f" not {good[name][key]}")
+                                f" not {good[name][key]}",
+                                kind="optimizer-setting")
     missing = good.keys() - updated
     if missing and trial.mesh.pp == 1:  # else see what they start from
-        return fail(f"the optimizer does not update {min(missing)}")
+        return fail(f"the optimizer does not update {min(missing)}",
+                    kind="not-optimized")
     return None
 
 
@@ -107,17 +114,19 @@ def first_weights(trial: StageTrial, reference: StageTrial) -> Finding | None:
         reference.record_of(0).first_weights if trial.resumed is None else
         describe(trial.resumed["model"].items())])
     if not all(record.start for record in trial.all_records):
-        return fail("the model is never called to train")
+        return fail("the model is never called to train", kind="not-called")
     mine = put_together([record.first_weights for record in trial.all_records])
     missing = mine.holes + sorted(good.tensors.keys() - mine.tensors.keys())
     if missing and trial.resumed is None:
-        return fail(f"no rank has {missing[0]}, or not all of it")
+        return fail(f"no rank has {missing[0]}, or not all of it",
+                    kind="missing-weights")
     if mine.differing:
         return fail(f"rank {min(mine.differing)} starts from other weights "
-                    "than rank 0")
+                    "than rank 0", kind="unequal-initial-weights")
     if not distance(mine, good) <= 0:
         return fail("it starts from other weights than " + (
-            "the checkpoint's" if trial.first_step else "the single device"))
+            "the checkpoint's" if trial.first_step else "the single device"),
+                    kind="other-initial-weights")
     return None
 
 
@@ -125,7 +134,8 @@ def first_weights(trial: StageTrial, reference: StageTrial) -> Finding | None:
 def tied(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """A plan makes two parameters of what has two names."""
     if {LAST, TIED} <= names(trial.record_of(0).first_weights):
-        return fail("wte.weight and lm_head.weight are two parameters")
+        return fail("wte.weight and lm_head.weight are two parameters",
+                    kind="untied-weights")
     return None
 
 
@@ -136,7 +146,8 @@ def precision(trial: StageTrial, reference: StageTrial) -> Finding | None:
              if record.precision]
     used = known[0] if known else None
     if used != wanted:
-        return fail(f"with --precision {wanted} it trains in {used}")
+        return fail(f"with --precision {wanted} it trains in {used}",
+                    kind="precision")
     return None
 
 
@@ -144,7 +155,8 @@ def precision(trial: StageTrial, reference: StageTrial) -> Finding | None:
 def sharding(trial: StageTrial, reference: StageTrial) -> Finding | None:
     if not all(record.start and record.start["sharded"]
                for record in trial.all_records):
-        return fail("with --strategy fsdp2 every rank keeps the whole model")
+        return fail("with --strategy fsdp2 every rank keeps the whole model",
+                    kind="not-sharded")
     return None
 
 
@@ -163,11 +175,15 @@ def gradients(trial: StageTrial, reference: StageTrial) -> Finding | None:
         if apart:
             name = min(mine.apart, key=lambda name: ("ln_" not in name, name))
             return fail(f"gradients of step {step} differ between rank 0 and "
-                        f"rank {min(apart)}, such as that of {name}")
+                        f"rank {min(apart)}, such as that of {name}",
+                        ranks=apart, numbers={"step": step},
+                        kind="unequal-gradients")
         error = mine.error(good)
         if not error <= GRADIENT:
             return fail(f"gradients of step {step} are off by "
-                        f"{percent(error)}")
+                        f"{percent(error)}",
+                        numbers={"step": step, "error": error},
+                        kind="gradients-differ")
     return None
 
 
@@ -182,15 +198,18 @@ def reductions(trial: StageTrial, reference: StageTrial) -> Finding | None:
                 for rank in range(trial.mesh.size))
     count /= len(reference.record_of(0).first_weights["flat"]) * (STEPS - 1)
     if count < 1.5:
-        return ok(f"gradients are reduced {count:.1f} times a step")
+        return ok(f"gradients are reduced {count:.1f} times a step",
+                  numbers={"times": count}, kind="reduced")
     fix: list[Fragment] = ["once is enough, after the last microbatch"]
+    kind = "reduced-repeatedly"
     entered = trial.asked("no_sync")  # the lines
     if entered and not trial.asked("forward in no_sync"):
+        kind = "no-sync-outside-forward"
         fix = ["no_sync() (", Line(entered[0]), ") decides in the forward "
                "pass: call the model inside it, too"]
     return warn(
         f"gradients are reduced {count:.1f} times a step: {count:.0f} times "
-        "the communication", fix)
+        "the communication", fix, numbers={"times": count}, kind=kind)
 
 
 @question("weights are gathered block by block",
@@ -204,7 +223,8 @@ def gathers(trial: StageTrial, reference: StageTrial) -> Finding | None:
     if largest * trial.mesh.dp >= whole:
         return warn("all weights are gathered at once: every rank needs "
                     "room for the whole model", "shard each block before the "
-                    "model: fully_shard(block, mesh=mesh)")
+                    "model: fully_shard(block, mesh=mesh)",
+                    kind="gathered-at-once")
     return None
 
 
@@ -214,8 +234,9 @@ def weights(trial: StageTrial, reference: StageTrial) -> Finding | None:
     mine = put_together([record.last_weights for record in trial.all_records])
     if mine.differing:
         return fail(f"the final weights of rank {min(mine.differing)} are "
-                    "not rank 0's")
+                    "not rank 0's", kind="unequal-weights")
     error = distance(mine, good)
     if not error <= 0.02 * LEARNING_RATE:
-        return fail(f"the final weights are off by up to {error:.1e}")
+        return fail(f"the final weights are off by up to {error:.1e}",
+                    kind="weights-differ")
     return None

@@ -30,14 +30,14 @@ def operations(trial: StageTrial, reference: StageTrial) -> Finding | None:
         return finding
     for name, wrong in json.loads(trial.ranks[0].out.splitlines()[-1]).items():
         if wrong is None:
-            return fail(f"it has no function {name}")
+            return fail(f"it has no function {name}", kind="no-kernel")
         if wrong:
             text, line, error = wrong
             return fail([f"{name}: {text}", *exits.in_brackets(
                 map(Line, line))], "on "
                         "shapes that leave the last tile half empty: think of "
                         "masks, of what is summed over tiles, and of who "
-                        "writes where", text if error else "")
+                        "writes where", text if error else "", kind="kernel")
     return None
 
 
@@ -46,7 +46,7 @@ def operations(trial: StageTrial, reference: StageTrial) -> Finding | None:
 def own(trial: StageTrial, reference: StageTrial) -> Finding | None:
     for name in trial.asked("pytorch"):
         return fail(f"it trains with PyTorch's {name}, not with a kernel of "
-                    "its own")
+                    "its own", kind="no-kernel")
     return None
 
 
@@ -59,7 +59,7 @@ def updated(trial: StageTrial, reference: StageTrial) -> Finding | None:
         groups = record.optimizers if record else None
         if groups and all(set(group["names"]) <= {"?"} for group in groups):
             return fail(f"rank {rank}'s optimizer updates another model than "
-                        "the one that is trained")
+                        "the one that is trained", kind="other-model")
     return None
 
 
@@ -72,14 +72,17 @@ def how_it_ends(trial: StageTrial, reference: StageTrial) -> Finding | None:
         return finding
     if len(trial.rows) < STEPS:
         return fail(f"it ended after {len(trial.rows)} of {STEPS} steps "
-                    "without an error")
+                    "without an error", kind="ends-early")
     for rank, record in enumerate(trial.records):
         if not record:
-            return fail(f"rank {rank} left before the end of main()")
+            return fail(f"rank {rank} left before the end of main()",
+                        kind="leaves-early")
         if len(record.samples) < STEPS - trial.first_step:
             return fail(f"rank {rank} makes {len(record.samples)} updates "
-                        f"in {STEPS} steps")
-    return ok(f"it runs to its end ({trial.seconds:.1f} s)")
+                        f"in {STEPS} steps", ranks=[rank],
+                        numbers={"steps": len(record.samples)},
+                        kind="uneven-steps")
+    return ok(f"it runs to its end ({trial.seconds:.1f} s)", kind="runs")
 
 
 @question("each rank holds its part of the model",
@@ -92,9 +95,10 @@ def parts(trial: StageTrial, reference: StageTrial) -> Finding | None:
         return None
     for rank, start in enumerate(starts):
         if start["plain"]:
-            return fail(f"rank {rank} keeps all of {start['plain'][0][0]}")
+            return fail(f"rank {rank} keeps all of {start['plain'][0][0]}",
+                        ranks=[rank], kind="not-sharded")
         if not any(".h." in name for name in names(start)):
-            return fail(f"rank {rank} has none of the blocks")
+            return fail(f"rank {rank} has none of the blocks", kind="no-block")
     blocks = {name: entry for name, entry in starts[0]["sharded"].items()
               if ".h." in name and len(entry["shape"]) > 1}
     # as large as FSDP alone leaves it
@@ -103,14 +107,15 @@ def parts(trial: StageTrial, reference: StageTrial) -> Finding | None:
              >= 1.5 * torch.Size(entry["shape"]).numel()]
     if whole and len(whole) == len(blocks):
         return fail("no matrix of a block is split: all ranks of a TP group "
-                    "compute the same")
+                    "compute the same", kind="not-split")
     if whole:
         return warn(f"{whole[0]} is not split: all ranks of a TP group "
-                    "compute the same with it", "give it a line of the plan")
+                    "compute the same with it", "give it a line of the plan",
+                    kind="not-split")
     if any(trial.asked("to")):
         return warn("every device has the whole model before it is sharded",
                     "it has to fit there: leave the model on the CPU, "
-                    "fully_shard moves its parts")
+                    "fully_shard moves its parts", kind="sharded-late")
     return None
 
 
@@ -121,16 +126,19 @@ def uses_trainer(trial: StageTrial) -> bool:
 @question("it trains with Lightning", where=uses_trainer)
 def trainer(trial: StageTrial, reference: StageTrial) -> Finding | None:
     if not trial.about.trainer:
-        return fail(f"trainer.fit() is called: it is not stage {trial.stage}")
+        return fail(f"trainer.fit() is called: it is not stage {trial.stage}",
+                    kind="lightning")
     if not trial.asked("fit"):
-        return fail("trainer.fit() is never called")
+        return fail("trainer.fit() is never called", kind="no-lightning")
     writers = [one for found in trial.asked("writers") for one in found]
     if writers:
-        return fail(f"the Trainer writes, too: {', '.join(writers)}")
+        return fail(f"the Trainer writes, too: {', '.join(writers)}",
+                    kind="second-writer")
     if not any(trial.asked("plugins")):
         return warn("Lightning guesses who has started the processes",
                     "it would take the shell of a SLURM job for a task that "
-                    "waits for others: plugins=[lit.get_launcher()]")
+                    "waits for others: plugins=[lit.get_launcher()]",
+                    kind="no-launcher")
     return None
 
 
@@ -139,7 +147,7 @@ def parting(trial: StageTrial, reference: StageTrial) -> Finding | None:
     if any(record.joined for record in trial.all_records):
         return warn("the process group is never left",
                     "with NCCL the end may hang: dist.destroy_process_group() "
-                    "after the last collective")
+                    "after the last collective", kind="no-destroy")
     return None
 
 
@@ -156,17 +164,18 @@ def devices(trial: StageTrial, reference: StageTrial) -> Finding | None:
             if name in ("cpu", "gloo", "mpi"):
                 return fail(["the device or its backend is always "
                              f"{name!r} (", Line(call.lineno),
-                             "): --device has no say"])
+                             "): --device has no say"], kind="fixed-device")
     if set(trial.asked("device")) - {"auto"} or (
             {None, "auto"} & set(trial.asked("accelerator"))):
-        return fail("the device does not follow from --device")
+        return fail("the device does not follow from --device",
+                    kind="fixed-device")
     for rank in range(trial.mesh.size):
         local = rank % (trial.mesh.size // trial.mesh.nodes)
         for what in ("local_rank", "set_device", "device_ids"):
             for asked in trial.asked(what, rank):
                 if asked is not None and asked != local:
                     return fail(f"rank {rank} takes device {asked!r}, but it "
-                                f"has local rank {local}")
+                                f"has local rank {local}", kind="wrong-device")
     return None
 
 
@@ -176,7 +185,7 @@ def definitions(trial: StageTrial, reference: StageTrial) -> Finding | None:
     for message in Checker(trial.tree()).messages:
         if isinstance(message, UndefinedName):
             return fail([f"{message.message_args[0]} is not defined (",
-                         Line(message.lineno), ")"])
+                         Line(message.lineno), ")"], kind="undefined-name")
     return None
 
 
@@ -187,9 +196,10 @@ def uneven(trial: StageTrial, reference: StageTrial) -> Finding | None:
     said = (f"with a minibatch of {UNEVEN} samples, which 2 ranks with "
             f"microbatches of {B} cannot share, ")
     if any(map(trial.updates, range(trial.mesh.size))):
-        return fail(said + "it trains all the same")
+        return fail(said + "it trains all the same", kind="uneven-minibatch")
     if any(rank.status in (None, 0) for rank in trial.ranks):
-        return fail(said + "not every rank ends with an error")
+        return fail(said + "not every rank ends with an error",
+                    kind="uneven-minibatch")
     return None
 
 
@@ -200,17 +210,19 @@ def compiled(trial: StageTrial, reference: StageTrial) -> Finding | None:
     start = trial.record_of(0).start
     if "--compile" not in trial.more:
         return None if used == {None} else fail(
-            "with --no-compile it is compiled all the same")
+            "with --no-compile it is compiled all the same", kind="compiled")
     if None in used:
-        return fail("with --compile the model that trains is not compiled")
+        return fail("with --compile the model that trains is not compiled",
+                    kind="not-compiled")
     if start and start["sharded"] and "model" in used:
         return fail("with --compile the model is compiled as a whole: the "
-                    "compiler gives up where FSDP gathers weights")
+                    "compiler gives up where FSDP gathers weights",
+                    kind="compiled-as-a-whole")
     return None
 
 
 @question("--recompute keeps few activations", ("stopped",))
 def recomputed(trial: StageTrial, reference: StageTrial) -> Finding | None:
     if not all(record.recomputed for record in trial.all_records):
-        return fail("--recompute changes nothing")
+        return fail("--recompute changes nothing", kind="no-recompute")
     return None

@@ -80,12 +80,13 @@ def judge(title: str, answer: Answer, examined: Examined) -> Finding:
         found = answer(examined.trial, examined.reference)
     except RecursionError:
         return warn(f"it was not checked whether {title}",
-                    "an expression of the script is nested too deeply")
+                    "an expression of the script is nested too deeply",
+                    kind="not-answered")
     except STRANGE as error:
         words = f"{type(error).__name__}: {error}"
         return fail(f"the check cannot tell whether {title}: {words}",
                     "what the script leaves there is not what the course's "
-                    "stages leave", words)
+                    "stages leave", words, kind="not-answered")
     return found or ok(title)
 
 
@@ -140,15 +141,17 @@ def ask_about(column: str, title: str, name: str, tolerance: float,
             if np.isnan(value) and np.isnan(good):
                 continue
             if np.isnan(value):
-                return fail(f"there is no {name} of step {step}")
+                return fail(f"there is no {name} of step {step}",
+                            numbers={"step": step}, kind="log")
             if np.isnan(good):
                 return fail(f"there is a {name} of step {step}, and with the "
-                            "single device there is none")
+                            "single device there is none",
+                            numbers={"step": step}, kind="log")
             if not abs(value - good) <= tolerance * abs(good):
                 text = f"the {name} of step {step} is {value:.6g}, not "
                 text += f"{good:.6g}"
                 times = value / good
                 if not 0.6 < times < 1.6:
                     text += f" ({times:.3g} times as much)"
-                return fail(text)
+                return fail(text, numbers={"step": step}, kind="log")
         return ok(f"{title} (to {tolerance:.0e})")

@@ -38,7 +38,7 @@ def evaluated(trial: StageTrial, reference: StageTrial) -> Finding | None:
         for one in (reference, trial))
     if mine > good:
         return fail(f"{mine} samples are evaluated in all, where the single "
-                    f"device evaluates {good}")
+                    f"device evaluates {good}", kind="evaluated-repeatedly")
     return None
 
 
@@ -48,7 +48,7 @@ def logged_seconds(trial: StageTrial, reference: StageTrial) -> Finding | None:
     logged = sum(number(row, "seconds") for row in trial.rows)
     if not 0 < logged <= trial.seconds:
         return fail(f"the log says {logged:.1f} seconds for all steps, and "
-                    f"the whole run took {trial.seconds:.1f}")
+                    f"the whole run took {trial.seconds:.1f}", kind="seconds")
     return None
 
 
@@ -58,9 +58,11 @@ def writers(trial: StageTrial, reference: StageTrial) -> Finding | None:
     for rank, record in enumerate(trial.all_records):
         for path in record.written:
             if written.setdefault(path, rank) != rank:
-                return fail(f"rank {rank} writes {Path(path).name} too")
+                return fail(f"rank {rank} writes {Path(path).name} too",
+                            ranks=[rank], kind="second-writer")
         if rank and "| step" in trial.ranks[rank].out:
-            return fail(f"rank {rank} prints the log line too")
+            return fail(f"rank {rank} prints the log line too",
+                        ranks=[rank], kind="second-writer")
     return None
 
 
@@ -72,18 +74,18 @@ def texts(trial: StageTrial, reference: StageTrial) -> Finding | None:
         first = rank - rank % tp
         if rank and PROMPT in trial.ranks[rank].out:
             return fail(f"rank {rank} prints its texts itself: they may end "
-                        "up between one another's lines")
+                        "up between one another's lines", kind="second-writer")
         if record.continued != trial.record_of(first).continued:
             return fail(f"ranks {first} and {rank} of a TP group write "
-                        "different texts")
+                        "different texts", kind="unequal-text")
     found = trial.ranks[0].out.split(f"\n{PROMPT}")[1:]
     # after step 0 and after the last step
     right = 4 * trial.mesh.dp * (1 if trial.first_step else 2)
     if len(found) != right:
         return fail(f"{len(found)} texts are printed, not {right}, each on a "
-                    "line of its own")
+                    "line of its own", kind="text-count")
     if len({text[:20] for text in found}) < len(found):
-        return fail("some ranks write the same texts")
+        return fail("some ranks write the same texts", kind="same-text")
     return None
 
 
@@ -91,35 +93,40 @@ def texts(trial: StageTrial, reference: StageTrial) -> Finding | None:
 def checkpoint(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """The whole state by name: weights, and the optimizer's moments."""
     if trial.state is None:
-        return fail("there is no checkpoint")
+        return fail("there is no checkpoint", kind="no-checkpoint")
     if trial.saved != reference.saved:
         return fail(f"the checkpoints are of steps "
                     f"{' and '.join(trial.saved)}, not "
-                    f"{' and '.join(reference.saved)}")
+                    f"{' and '.join(reference.saved)}",
+                    kind="checkpoint-steps")
     name = trial.state.get("stage", trial.stage)
     if name != trial.stage:
-        return fail(f"the run calls itself {name}, not {trial.stage}")
+        return fail(f"the run calls itself {name}, not {trial.stage}",
+                    kind="stage-name")
     if trial.state["step"] != STEPS:
-        return fail(f"the last checkpoint is of step {trial.state['step']}")
+        return fail(f"the last checkpoint is of step {trial.state['step']}",
+                    kind="checkpoint-step")
     if reference.state is None:
         raise ValueError("the single device has left no checkpoint")
     mine, good = trial.state["model"], reference.state["model"]
     prefix = prefix_of(mine, good)
     odd = sorted({name.removeprefix(prefix) for name in mine} ^ good.keys())
     if odd or "module." in prefix or "_orig_mod." in prefix:
-        return fail(f"the checkpoint has other names ({[*odd, *mine][0]})")
+        return fail(f"the checkpoint has other names ({[*odd, *mine][0]})",
+                    kind="checkpoint-names")
     off = distance(whole(mine, prefix), whole(good))
     if not off <= 0.02 * LEARNING_RATE:
-        return fail(f"the checkpoint's weights are off by up to {off:.1e}")
+        return fail(f"the checkpoint's weights are off by up to {off:.1e}",
+                    kind="checkpoint-weights")
     off = whole(moments(trial.state), prefix).error(
         whole(moments(reference.state)))
     if not off <= 0.01:
         return fail("the checkpoint's state of the optimizer is off by "
-                    f"{percent(off)}")
+                    f"{percent(off)}", kind="checkpoint-optimizer")
     if prefix:
         return warn(f"the checkpoint's names begin with {prefix}",
                     "other stages do not go on from it: save the model "
-                    "inside")
+                    "inside", kind="checkpoint-names")
     return None
 
 
@@ -152,9 +159,12 @@ def stopping(trial: StageTrial, reference: StageTrial) -> Finding | None:
     ended = exits.explain(trial)
     if ended:
         return fail([f"with {' '.join(map(str, trial.more))} and a signal to "
-                     "rank 0: ", *ended.sentence], ended.hint, ended.error)
+                     "rank 0: ", *ended.sentence], ended.hint, ended.error,
+                    kind=f"signal-{ended.kind}")
     if len(trial.rows) == STEPS:
-        return fail("a signal to rank 0 does not end it")
+        return fail("a signal to rank 0 does not end it",
+                    kind="signal-ignored")
     if trial.state is None or trial.state["step"] != len(trial.rows):
-        return fail("a signal ends it without a checkpoint")
+        return fail("a signal ends it without a checkpoint",
+                    kind="signal-without-checkpoint")
     return None

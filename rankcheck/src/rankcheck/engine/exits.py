@@ -30,18 +30,21 @@ ON_CPU = ("it runs on the CPU here: the script needs a way to do so, as in "
 def explain(trial: Trial) -> Finding | None:
     """Return a failure if a trial failed or hangs, else None."""
     if trial.gave_up == "flood":
-        return fail(["it prints without end: ", *where(trial, 0)])
+        return fail(["it prints without end: ", *where(trial, 0)],
+                    kind="endless-output")
     if trial.gave_up == "endless":
         last = (trial.steps or 0) - 1
-        return fail(f"it continues after step {last}, the last step")
+        return fail(f"it continues after step {last}, the last step",
+                    kind="endless-training")
     if trial.gave_up == "busy":
         done = trial.first_step + min(map(trial.updates,
                                           range(len(trial.ranks))))
         return fail([f"it never reaches step {done} but keeps running: ",
-                     *where(trial, 0)])
+                     *where(trial, 0)], numbers={"step": done},
+                    kind="no-progress")
     if trial.gave_up == "waits":
         return fail([f"made no update in {trial.patience:.0f} s, and was idle:"
-                     " ", *where_all(trial)])
+                     " ", *where_all(trial)], kind="idle")
     failed = [rank for rank, end in enumerate(trial.ranks)
               if end.status or (end.status is None and not trial.gave_up)]
     if not failed and trial.gave_up != "hangs":
@@ -60,10 +63,10 @@ def explain(trial: Trial) -> Finding | None:
         if not (mismatch and EFFECT.search(last_said.text)):
             hint = ON_CPU if NO_GPU.search(last_said.text) else ""
             return fail([f"rank {first} ", *last_said.sentence], hint,
-                        last_said.error, ranks=[first])
+                        last_said.error, ranks=[first], kind=last_said.kind)
     if trial.gave_up == "hangs":
-        return fail(["it hangs: ", *where_all(trial)], mismatch)
-    return fail(mismatch)
+        return fail(["it hangs: ", *where_all(trial)], mismatch, kind="hang")
+    return fail(mismatch, kind="collective-mismatch")
 
 
 def last_words(trial: Trial, rank: int) -> Finding:
@@ -74,10 +77,11 @@ def last_words(trial: Trial, rank: int) -> Finding:
     lines = [line for line in err.splitlines() if line.strip()]
     own = [found[1] for found in map(SAID.match, lines) if found]
     if own:
-        return fail(f"ended with an error: {own[-1]}")
+        return fail(f"ended with an error: {own[-1]}", kind="error")
     if end.status is not None and end.status < 0:  # by no error of Python
         name = name_signal(-end.status)
-        return fail([f"was ended by {name}, ", *where(trial, rank)])
+        return fail([f"was ended by {name}, ", *where(trial, rank)],
+                    kind="killed")
     errors = [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception"
                                                  r"|Exit|Interrupt)\b", line)]
     words = (errors or lines or ["no message"])[-1].strip()
@@ -85,7 +89,7 @@ def last_words(trial: Trial, rank: int) -> Finding:
         words = errors[0]
     places = own_places(trial, err)
     return fail([f"ended with an error: {shorten(words)}", *in_brackets(
-        places[-1:])], error=words if errors else "")
+        places[-1:])], error=words if errors else "", kind="error")
 
 
 def name_signal(number: int) -> str:

@@ -53,7 +53,8 @@ class Finding:
         sentence: what is so.
         hint: what to do, where the sentence does not say it.
         error: with which the script has ended, without its place.
-        kind: the fault's name, where it has one.
+        kind: which finding it is, in words that stay the same when its
+            sentence is worded otherwise; in `why`, the fault's name, or "".
         ranks: those to blame: their numbers; in `why`, its `Rank`s, of which
             this package must not know.
         numbers: those in the sentence, by name.

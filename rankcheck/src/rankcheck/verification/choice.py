@@ -75,10 +75,12 @@ def choose(runs: Runs) -> Choice:
     findings = []
     if runs.gpus:
         findings.append(ok(f"{note}: a CPU stands in for GPUs, on which "
-                           'autocast("cuda") changes nothing'))
+                           'autocast("cuda") changes nothing',
+                           kind="cpu-stand-in"))
     if refused:
         findings.append(warn(refused.text, "only what needs no run as one "
-                             "process was looked at"))
+                             "process was looked at",
+                             kind="single-process-failed"))
     if ended:
         findings.append(ended)
     comparison = Comparison(runs, None if refused else alone, together)
@@ -153,4 +155,4 @@ def reads_again(comparison: Comparison) -> Repetition:
     return Repetition(findings=[warn(
         "what the model is given depends on Python's hashes of strings, which "
         "differ from rank to rank and from start to start", "a set has "
-        "another order each time: sorted(set(words))")])
+        "another order each time: sorted(set(words))", kind="string-hashes")])

@@ -37,7 +37,7 @@ ON_CPU = {**scratch.HIDDEN,
           "ACCELERATE_USE_CPU": "true"}  # else each rank trains alone
 REMEDY = ("Name another folder for what it writes: one below the current "
           "folder, or one with {run} in it, which is another name each time.")
-SCHEMA = 2  # of --json: another number if a field changes or goes
+SCHEMA = 3  # of --json: another number if a field changes or goes
 TEMPORARY = {"nodes": "tmp-nodes"}  # nothing is left in it by a run before
 IDLE = 10.0  # seconds in which no rank does anything: does it hang?
 
@@ -139,7 +139,8 @@ def print_document(words: list[str], options: Options) -> int:
 def describe(finding: Finding, script: str) -> dict[str, Any]:
     """Return what JSON says of a finding. script: as the document names it.
     """
-    return {"question": finding.question or None, "verdict": finding.verdict,
+    return {"question": finding.question or None,
+            "kind": finding.kind, "verdict": finding.verdict,
             "text": finding.text, "advice": finding.advice,
             "ranks": [*finding.ranks],
             "places": [{"file": script, "line": line}
@@ -221,7 +222,8 @@ def examine(words: list[str], size: int, steps: int,
         answers = questions.verify(made)
         findings = answers.findings
         if changed := workspace.files.changed():
-            findings.append(warn(changed, sandbox.BY_WHOM))
+            findings.append(warn(changed, sandbox.BY_WHOM,
+                                 kind="changed-files"))
     for finding in findings:
         out.report(finding=[finding.verdict, finding.text, finding.advice])
     if made.waited:

@@ -310,8 +310,9 @@ def find_skips(trial: Trial) -> list[Finding]:
                 f"({reason}), and rank {other} makes it",
                 "let all ranks decide alike: all_reduce what the decision is "
                 "made from (a loss, a norm, found_inf)", ranks=[who],
-                numbers={"update": update},
-                learned={"apart": "the ranks leave out different updates"})]
+                numbers={"step": update},
+                learned={"apart": "the ranks leave out different updates"},
+                kind="skipped-step")]
     return []
 
 

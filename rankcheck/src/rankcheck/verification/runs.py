@@ -142,7 +142,7 @@ class Runs:
                 raise  # nothing is compared without it
             self.waited = error
             outcome = RunOutcome(Trial(Path(), gave_up="waits"),
-                                 warn(str(error), ""))
+                                 warn(str(error), "", kind="idle"))
         self.made[key] = outcome
         return outcome
 
@@ -193,7 +193,7 @@ def how_it_ends(trial: Trial, words: str = "") -> Finding | None:
     if lines:
         text += f'; its last line: "{lines[-1][:200]}"'
     return fail(text, "does it train with these flags, and without starting "
-                "processes of its own?")
+                "processes of its own?", kind="no-step")
 
 
 def reduces(trial: Trial) -> bool:
@@ -215,5 +215,6 @@ def count_updates(trial: Trial) -> list[Finding]:
         if abs(count - made[0]) > 1 or min(made[0], count) == 0 < max(made):
             return [fail(f"rank {rank} makes {count} updates, and rank 0 "
                          f"{made[0]}", "every rank calls optimizer.step() "
-                         "after every minibatch", ranks=[rank])]
+                         "after every minibatch", ranks=[rank],
+                         numbers={"steps": count}, kind="uneven-steps")]
     return []

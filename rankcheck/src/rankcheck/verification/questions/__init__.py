@@ -58,7 +58,7 @@ def verify(runs: Runs) -> Verification:
         comparison = learn(comparison, finding)
     answers = ask_all(QUESTIONS, comparison, learn)
     findings = findings + answers.findings
-    return Verification(by_update(findings), not_seen(answers.subject),
+    return Verification(by_step(findings), not_seen(answers.subject),
                         missing(findings, answers.subject),
                         answers.internal_errors)
 
@@ -80,18 +80,18 @@ def missing(findings: list[Finding], case: Comparison) -> list[str]:
     return lacks
 
 
-def by_update(findings: list[Finding]) -> list[Finding]:
+def by_step(findings: list[Finding]) -> list[Finding]:
     """Return the same, those that name an update in the order of the updates.
 
     All others keep their places.
     """
     named = sorted((finding for finding in findings
-                    if "update" in finding.numbers),
-                   key=lambda finding: finding.numbers["update"])
+                    if "step" in finding.numbers),
+                   key=lambda finding: finding.numbers["step"])
     following = iter(named)
     ordered = []
     for finding in findings:
-        if "update" in finding.numbers:
+        if "step" in finding.numbers:
             ordered.append(next(following))
         else:
             ordered.append(finding)

@@ -52,7 +52,7 @@ def leftovers(case: Comparison) -> list[Finding]:
         return []
     names = ", ".join(sorted({Path(path).name for path in reused})[:3])
     return [fail(f"it begins with {names}, which verify's run before has "
-                 "saved", AGAIN)]
+                 "saved", AGAIN, kind="reused-files")]
 
 
 @question("weights and losses are numbers, and not all gradients 0")
@@ -64,16 +64,19 @@ def numbers(case: Comparison) -> list[Finding]:
         if names:
             return [fail("the first weights are not finite numbers: "
                          f"{case.named(names)}", "to_empty() leaves what was "
-                         "in memory: give each of them a value")]
+                         "in memory: give each of them a value",
+                         kind="nonfinite-weights")]
         if has_nan_loss(updates):
             text = f"in update {step} the loss is nan"
             if has_nan_loss(case.single):
                 text += ", with one process, too"
-            return [fail(text, "with nan nothing else can be compared")]
+            return [fail(text, "with nan nothing else can be compared",
+                         numbers={"step": step}, kind="nonfinite-loss")]
     parts = flatten(map(gradient_parts, case.updates))
     if parts and not any(part.any() for part in parts):
         return [warn("all gradients are 0", "does the loss depend on the "
-                     "weights? nothing is learned, nor compared")]
+                     "weights? nothing is learned, nor compared",
+                     kind="zero-gradients")]
     return []
 
 
@@ -115,7 +118,8 @@ def process_group(case: Comparison) -> list[Finding]:
     hint = "torch.distributed.init_process_group()"
     if flag:
         hint = f"is it to be told its rank? {flag[0]} {{rank}} among its flags"
-    return [fail("no rank joins a process group: each trains alone", hint)]
+    return [fail("no rank joins a process group: each trains alone", hint,
+                 kind="no-process-group")]
 
 
 @question("all ranks leave out the same updates", always)
@@ -139,12 +143,14 @@ def parameters(case: Comparison) -> list[Finding]:
             f"tensor with one process, and two with {case.size}",
             "tie them again after to_empty(), or after loading: "
             "model.head.weight = model.embedding.weight",
-            learned={"apart": "tied parameters are not tied"})]
+            learned={"apart": "tied parameters are not tied"},
+            kind="untied-weights")]
     return [warn(
         f"{counted(extra, 'parameter')} {verb_of(extra)} trained on each "
         f"rank, and not with one process: {case.named(extra)}", "right if the "
         "model depends on the number of processes",
-        learned={"apart": "the model is another one"})]
+        learned={"apart": "the model is another one"},
+        kind="extra-parameters")]
 
 
 def verb_of(names: Collection[str]) -> str:
@@ -188,7 +194,8 @@ def hand_sharded_parts(case: Comparison) -> list[Finding]:
         f"{case.named(twins)}", "each rank draws its part with the same seed: "
         "draw the whole tensor and take the rank's part, or draw each part "
         "with a seed of its own", learned={
-            "apart": "parts that should differ are equal"})]
+            "apart": "parts that should differ are equal"},
+        kind="equal-shards")]
 
 
 @question("the ranks begin with the weights of one process")
@@ -204,7 +211,8 @@ def start(case: Comparison) -> list[Finding]:
                          "all ranks before the model is made, or wrap it in "
                          "DDP, which sends rank 0's; what is loaded after "
                          "that, all ranks have to load",
-                         ranks=sorted(whole.differing))]
+                         ranks=sorted(whole.differing),
+                         kind="unequal-initial-weights")]
     if case.split:
         return [warn(
             f"{counted(case.split, 'parameter')} {verb_of(case.split)} smaller"
@@ -212,14 +220,16 @@ def start(case: Comparison) -> list[Finding]:
             f"{case.named(case.split)}",
             "right if the script shards them by hand: they are left out of "
             "what is compared",
-            learned={"apart": case.apart or "parameters are split by hand"
-                     })]
+            learned={"apart": case.apart or "parameters are split by hand"},
+            numbers={"parameters": len(case.split)},
+            kind="hand-sharded-parameters")]
     if not begin_alike(firsts[0], case.single[:1]):
         return [other_start(case, firsts[0])]
     states = [updates[0]["before"] for updates in firsts]  # rank 0's
     count = sum(len(state["plain"]) + len(state["sharded"])
                 for state in states)
-    return [ok(f"all ranks begin with the same weights ({count} parameters)")]
+    return [ok(f"all ranks begin with the same weights ({count} parameters)",
+               numbers={"parameters": count}, kind="equal-initial-weights")]
 
 
 def begin_alike(updates: Updates, single: Updates) -> bool:
@@ -253,24 +263,25 @@ def other_start(case: Comparison, updates: Updates) -> Finding:
         return warn("the first weights are not those of one process; "
                     "whether that begins alike each time was not "
                     f"compared: started again, {ended.text}",
-                    ended.advice, learned=learned)
+                    ended.advice, learned=learned,
+                    kind="initial-weights-not-compared")
     repeated = put_together(again.record_of(0).updates[:1], "before")
     expected = put_together(case.single[:1], "before")
     if not repeated.error(expected) <= SAME_START:
         return warn("one process begins with other weights each time "
                     "that it is started", "set a seed, to compare",
-                    learned=learned)
+                    learned=learned, kind="unseeded-weights")
     twins = drawn_twice(updates)
     if twins:
         return warn("all ranks have the same numbers in their parts of "
                     f"{case.named(twins)}", "on a CPU a sharded tensor "
                     "is filled so at random; GPUs draw others for each "
-                    "part", learned=learned)
+                    "part", learned=learned, kind="equal-initial-shards")
     text = "the first weights are not those of one process"
     hint = "the same seed on all ranks right before the model is made"
     if updates[0]["before"]["sharded"]:
-        return fail(text, hint, learned=learned)
-    return warn(text, hint, learned=learned)
+        return fail(text, hint, learned=learned, kind="other-initial-weights")
+    return warn(text, hint, learned=learned, kind="other-initial-weights")
 
 
 def drawn_twice(updates: Updates) -> set[str]:

@@ -49,7 +49,7 @@ def copies(case: Comparison) -> list[Finding]:
     return [warn(f"a copy of the model differs between the ranks: {names}",
                  "all ranks copy it once DDP "
                  "has made the weights equal, and update it (EMA) after each "
-                 "step; right if only rank 0 uses it")]
+                 "step; right if only rank 0 uses it", kind="unequal-copies")]
 
 
 @question("averages of the weights are those of one process")
@@ -89,10 +89,12 @@ def averages(case: Comparison) -> list[Finding]:
                 "that one process's has gone", "an average of the weights "
                 "(EMA) has to follow each optimizer step, by the same decay: "
                 "does it follow each microbatch, or depend on the number of "
-                "processes?", numbers={"off": error, "limit": limit})]
+                "processes?", numbers={"error": error, "limit": limit},
+                kind="averaged-weights-differ")]
     if not compared:
         return []
-    return [ok("averages of the weights agree with a single process")]
+    return [ok("averages of the weights agree with a single process",
+               kind="averaged-weights-match")]
 
 
 def follow_other_weights(case: Comparison) -> bool:
@@ -117,7 +119,7 @@ def files(case: Comparison) -> Iterator[Finding]:
     lines = [set(rank.out.splitlines()) - {""} for rank in case.together.ranks]
     if any(lines[0] & other for other in lines[1:]):
         yield warn("several ranks print the same lines",
-                   "rank 0 is enough: if rank == 0:")
+                   "rank 0 is enough: if rank == 0:", kind="repeated-output")
 
 
 def find_shared_files(case: Comparison) -> dict[Opener, list[str]]:
@@ -141,7 +143,7 @@ def several_write(opener: Opener, names: str) -> Finding:
     if isinstance(opener, str):
         return warn(f"{opener} writes {names} on several ranks", REMEDIES.get(
             opener, "by its settings: rank 0 alone, or another folder on each "
-            "rank"))
+            "rank"), kind="shared-files")
     return fail([f"several ranks write {names}",
                  *in_brackets(places_of(opener))],
-                "only one should: if rank == 0:")
+                "only one should: if rank == 0:", kind="shared-files")

@@ -139,7 +139,8 @@ def own_device(case: Comparison) -> list[Finding]:
             return [fail(f"ranks {other} and {rank} take the same GPU, number "
                          f"{numbers[0]}", "choose it by LOCAL_RANK: "
                          "torch.cuda.set_device(local_rank)",
-                         ranks=[other, rank])]
+                         ranks=[other, rank], numbers={"gpu": numbers[0]},
+                         kind="shared-gpu")]
     return []
 
 
@@ -161,7 +162,8 @@ def as_two_nodes(case: Comparison) -> Iterator[Finding]:
         return
     if ended and refuses(ended, case.together.script):
         yield ok("the script is for one node: " + ended.text,
-                 learned={"nodes": "the script refuses them"})
+                 learned={"nodes": "the script refuses them"},
+                 kind="nodes-refused")
         return
     if not ended:
         uneven = count_updates(trial)
@@ -182,7 +184,8 @@ def as_two_nodes(case: Comparison) -> Iterator[Finding]:
     if not found:
         found = [ok("as two nodes the ranks' weights and gradients are as "
                     "equal as on one node, and no more samples are read twice,"
-                    f" in {counted(both.pairs, 'update')}")]
+                    f" in {counted(both.pairs, 'update')}",
+                    kind="nodes-equal")]
     found[0].learned = {"nodes": ""}
     yield from (*found, *files(both), *caches(both), *devices(both))
 
@@ -216,12 +219,16 @@ def samples(both: TwoNodes) -> list[Finding]:
                 f"as two nodes, in update {step} {twice} of {len(two)} samples"
                 " are read by several ranks, on one node "
                 f"{twice_before}", "the data is divided by a "
-                f"local number: {RANKS}")]
+                f"local number: {RANKS}", numbers={
+                    "shared": twice, "samples": len(two)},
+                kind="nodes-shared-samples")]
         if abs(len(two) / len(one) - 1) > OTHER_SIZE:
             return [warn(
                 f"as two nodes an update has {len(two)} samples, with as many "
                 f"ranks on one node {len(one)}", "does the batch size or the "
-                f"accumulation follow LOCAL_WORLD_SIZE? {RANKS}")]
+                f"accumulation follow LOCAL_WORLD_SIZE? {RANKS}",
+                numbers={"samples": len(two), "single": len(one)},
+                kind="nodes-batch-size")]
     return []
 
 
@@ -234,7 +241,8 @@ def samplers(both: TwoNodes) -> list[Finding]:
             return [fail(
                 f"as two nodes the ranks' DistributedSamplers have different "
                 f"{kind}: together they do not read each sample once",
-                f"does that follow the number of the node? {RANKS}")]
+                f"does that follow the number of the node? {RANKS}",
+                kind="nodes-sampler")]
     return []
 
 
@@ -265,7 +273,7 @@ def weights(both: TwoNodes) -> list[Finding]:
                     f"as two nodes, {when} update {step} the {name} of rank "
                     f"{rank} are not rank 0's: {both.case.named(whole.apart)}",
                     f"is something done on a local rank alone? {RANKS}",
-                    ranks=sorted(whole.differing))]
+                    ranks=sorted(whole.differing), kind="nodes-unequal-ranks")]
     return []
 
 
@@ -279,7 +287,7 @@ def optimizer_settings(both: TwoNodes) -> list[Finding]:
                     f"as two nodes the learning rate is {rates[0]:.3g} in "
                     f"update {step}, with as many ranks on one node "
                     f"{good_rates[0]:.3g}", "does it follow LOCAL_WORLD_SIZE? "
-                    f"{RANKS}")]
+                    f"{RANKS}", kind="nodes-learning-rate")]
     found = differences(by_parameter(both.trial.record_of(0)),
                         by_parameter(both.case.together.record_of(0)))
     for difference, names in found.items():
@@ -287,7 +295,7 @@ def optimizer_settings(both: TwoNodes) -> list[Finding]:
             f"as two nodes the {difference.setting} of "
             f"{both.case.named(names)} is {show(difference.value)}, on one "
             f"node {show(difference.other)}", f"the same ranks train: {RANKS}"
-            )]
+            , kind="nodes-optimizer-setting")]
     return []
 
 
@@ -320,15 +328,21 @@ def gradients(both: TwoNodes) -> list[Finding]:
         error = off(vector, expected)
         if not error <= limit:  # nan is not
             words = f"differ by {percent(error)} from those on one node"
+            numbers = {"error": error, "limit": limit}
             if are_parallel(vector, expected, limit):
                 factor = ratio_of(vector, expected)
                 words = f"are {factor:.3g} times those on one node"
+                numbers["factor"] = factor
             return [fail(
                 f"as two nodes, in update {step} the gradients {words}, of the"
                 " same samples", "does a factor, or a group of ranks that "
-                f"reduces them, follow LOCAL_WORLD_SIZE? {RANKS}")]
+                f"reduces them, follow LOCAL_WORLD_SIZE? {RANKS}",
+                numbers=numbers,
+                kind="nodes-gradients-differ")]
     return [ok("as two nodes the ranks compute the gradients of as many ranks "
-               f"on one node, in {counted(pairs, 'update')}")]
+               f"on one node, in {counted(pairs, 'update')}",
+               numbers={"steps": len(pairs)},
+               kind="nodes-gradients-match")]
 
 
 def begin_alike(two: Updates, one: Updates) -> bool:
@@ -363,7 +377,8 @@ def files(both: TwoNodes) -> Iterator[Finding]:
         finding = warn(
             text, "on a file system that the nodes share, one rank among all "
             "writes it: if RANK is 0, not LOCAL_RANK; right if the folder "
-            "is each node's own")
+            "is each node's own", ranks=written[0].ranks,
+            kind="nodes-shared-files")
         finding.sentence += in_brackets(places_of(opener))
         yield finding
 
@@ -417,7 +432,8 @@ def reads_of_other_node(trial: Trial, rank: int, path: str, opener: int
         f"as two nodes, rank {rank} reads {place.name} in {where},"
         " which only the other node has written", "each node has its own: "
         "there, on each of them one rank has to write it, if LOCAL_RANK "
-        "is 0; or put it where all nodes can read it")
+        "is 0; or put it where all nodes can read it", ranks=[rank],
+        kind="nodes-local-file")
     finding.sentence += in_brackets(places_of(opener))
     return finding
 
@@ -436,5 +452,7 @@ def devices(both: TwoNodes) -> list[Finding]:
                 f"as two nodes with a GPU for each rank, rank {rank} takes "
                 f"GPU {beyond[0]}, but its node has "
                 f"{counted(range(count), 'GPU')}",
-                "choose a GPU by LOCAL_RANK, not by RANK", ranks=[rank])]
+                "choose a GPU by LOCAL_RANK, not by RANK", ranks=[rank],
+                numbers={"gpu": beyond[0]},
+                kind="nodes-no-such-gpu")]
     return []

@@ -61,7 +61,8 @@ def settings(case: Comparison) -> Iterator[Finding]:
             yield fail(
                 f"on rank {rank} the {words}",
                 "the ranks train the same weights, so all have to tell their "
-                "optimizers the same", ranks=[rank])
+                "optimizers the same", ranks=[rank],
+                kind="unequal-optimizer-settings")
             return
     if not case.alone:
         return
@@ -79,19 +80,22 @@ def judge(case: Comparison, difference: Difference, names: list[str]
         return warn(text, "other parameters have the rate of one process, "
                     "or the same multiple of it: does the rate of this "
                     "group depend on the number of processes?",
-                    learned={"settings": text})
+                    learned={"settings": text}, kind="optimizer-setting")
     if not has_same_batch(case):
-        return ok(f"{text}: right if it follows the minibatch")
+        return ok(f"{text}: right if it follows the minibatch",
+                  kind="optimizer-setting")
     if difference.setting == "weight_decay" and are_close(
             case.rate * difference.value[0], difference.other[0]):
-        return ok(f"{text}: times the learning rate it is the same")
+        return ok(f"{text}: times the learning rate it is the same",
+                  kind="optimizer-setting")
     if case.rate != 1 or case.apart or difference.setting in SCALED:
         return warn(text, "right if it makes up for gradients that are a "
-                    "sum over the ranks", learned={"settings": text})
+                    "sum over the ranks", learned={"settings": text},
+                    kind="optimizer-setting")
     return fail(text, "with the same minibatch it has to be the same: "
                 "does it depend on the number of processes, as the "
                 "batch size of one rank does?",
-                learned={"settings": text})
+                learned={"settings": text}, kind="optimizer-setting")
 
 
 def has_same_batch(case: Comparison) -> bool:

@@ -48,10 +48,11 @@ def resumed_run(case: Comparison) -> list[Finding]:
         return [fail("it has saved nothing by torch.save before update "
                      f"{case.runs.steps - 1}, the last that is watched", "let "
                      "it save earlier, by its flags, or watch more updates: "
-                     "--steps")]
+                     "--steps", kind="nothing-saved")]
     if len(places) > 1:
         return [warn("the ranks save after different updates", "verify "
-                     "cannot tell what a resume brings back")]
+                     "cannot tell what a resume brings back",
+                     kind="uneven-saves")]
     made = count_made(first.record_of(0).updates, at)
     again, ended = case.runs("resumed", case.runs.resume_flags, made)
     if ended:
@@ -71,11 +72,12 @@ def resumed_run(case: Comparison) -> list[Finding]:
         findings.append(warn(
             "only the next update was compared: two runs with the same flags "
             "differ", "set a seed, and write {run} into the flag that names "
-            "its folder"))
+            "its folder", kind="resume-next-step-only"))
     elif not any(finding.verdict == "FAIL" for finding in findings):
         findings += afterwards(good, back, lost)
     for finding in findings:
         finding.sentence.insert(0, f"a resume after {made} updates: ")
+        finding.numbers = {**finding.numbers, "saved": made}
     return findings
 
 
@@ -154,8 +156,9 @@ def weights(before: Sequence[Updates], good: Sequence[Updates],
         text = f"the weights are off by {percent(error)}"
         if error_of(resumed, begin, "before") < SAME:
             text = "the weights begin anew"
-        return [fail(text, "load them: model.load_state_dict(...)")]
-    return [ok("the weights come back")]
+        return [fail(text, "load them: model.load_state_dict(...)",
+                     kind="weights-not-restored")]
+    return [ok("the weights come back", kind="weights-restored")]
 
 
 def first_of_optimizer(before: Sequence[Updates], updates: Updates
@@ -183,7 +186,8 @@ def kept(case: Comparison, good: Sequence[Updates], back: Sequence[Updates]
             if names_of(update["kept"]) - names_of(other["kept"])]
         if 0 < len(lack) < len(updates):
             return [fail("the optimizer's state does not come back on rank "
-                         f"{lack[0]}", f"every rank: {load}", ranks=lack)]
+                         f"{lack[0]}", f"every rank: {load}", ranks=lack,
+                         kind="optimizer-not-restored")]
         saved = put_together(updates, "kept").tensors
         loaded = put_together(resumed, "kept").tensors
         for key, expected in saved.items():
@@ -193,20 +197,23 @@ def kept(case: Comparison, good: Sequence[Updates], back: Sequence[Updates]
             value = loaded.get(key)
             if value is None:
                 return [fail("the optimizer's state does not come back: no "
-                             f"{state}", load)]
+                             f"{state}", load, kind="optimizer-not-restored")]
             if value.shape != expected.shape:
                 return [fail("the optimizer's state does not come back: no "
-                             f"{state} in that shape", load)]
+                             f"{state} in that shape", load,
+                             kind="optimizer-not-restored")]
             error = relative_error({key: value}, {key: expected})
             if not error <= SAME:
                 text = f"off by {percent(error)}"
                 if value.numel() == 1:
                     text = f"{value.item():g}, not {expected.item():g}"
-                return [fail(f"the optimizer's {state} is {text}", load)]
+                return [fail(f"the optimizer's {state} is {text}", load,
+                             kind="optimizer-not-restored")]
     if not names:
-        return [ok("the optimizer keeps no state")]
+        return [ok("the optimizer keeps no state",
+                   kind="optimizer-without-state")]
     return [ok("the optimizer's state comes back "
-               f"({', '.join(sorted(names))})")]
+               f"({', '.join(sorted(names))})", kind="optimizer-restored")]
 
 
 def learning_rates(before: Sequence[Updates], good: Sequence[Updates],
@@ -222,11 +229,12 @@ def learning_rates(before: Sequence[Updates], good: Sequence[Updates],
             text += ", as at the start"
         return [fail(text, "it follows from "
                      "the step: scheduler.load_state_dict(...), or count the "
-                     "steps on")]
+                     "steps on", kind="learning-rate-not-restored")]
     rates = good[0][0]["rates"]
     if not rates:
-        return [ok("no learning rate was seen")]
-    return [ok(f"the learning rate goes on ({rates[0]:.4g})")]
+        return [ok("no learning rate was seen", kind="no-learning-rate")]
+    return [ok(f"the learning rate goes on ({rates[0]:.4g})",
+               kind="learning-rate-restored")]
 
 
 def describe_rates(rates: Sequence[float], expected: Sequence[float]) -> str:
@@ -253,7 +261,7 @@ def name_update(i: int) -> str:
 
 
 def severity(good: Sequence[Updates], lost: Sequence[int]
-             ) -> Callable[[str, str], Finding]:
+             ) -> Callable[..., Finding]:
     """Return how severe a difference is that random numbers may explain.
 
     Args:
@@ -276,7 +284,8 @@ def position(before: Sequence[Updates], good: Sequence[Updates],
     """
     if not samples(good[0]):
         return [warn("its position in the data was not seen", "no samples "
-                     "were seen: a sample is a row of what the model gets")]
+                     "were seen: a sample is a row of what the model gets",
+                     kind="position-not-seen")]
     for i, (updates, resumed) in enumerate(zip(good, back, strict=False)):
         read = samples(resumed)
         if samples(updates) == read:
@@ -286,13 +295,16 @@ def position(before: Sequence[Updates], good: Sequence[Updates],
         for number, earlier in enumerate(before):
             if samples(earlier) == read:
                 return [fail(f"{name_update(i)} it reads the samples of "
-                             f"update {number} again", hint)]
+                             f"update {number} again", hint,
+                             numbers={"repeats": number},
+                             kind="position-not-restored")]
         if lost:
             hint += "; or the other random numbers are all of it"
         say = severity(good, lost)
         return [say(f"{name_update(i)} it reads other samples than without "
-                    "the stop", hint)]
-    return [ok("it goes on in the data where it was")]
+                    "the stop", hint, kind="position-not-restored")]
+    return [ok("it goes on in the data where it was",
+               kind="position-restored")]
 
 
 def random_numbers(before: Sequence[Updates], good: Sequence[Updates],
@@ -305,7 +317,8 @@ def random_numbers(before: Sequence[Updates], good: Sequence[Updates],
     """
     if len(before) < 2:
         return [warn("whether random numbers are drawn was not seen: it has "
-                     "saved after the first update", "let it save later")]
+                     "saved after the first update", "let it save later",
+                     kind="rng-not-seen")]
     findings = []
     for name in good[0][0]["random"]:
         if is_unused(name, before):
@@ -316,10 +329,13 @@ def random_numbers(before: Sequence[Updates], good: Sequence[Updates],
             return [warn(f"{name} random numbers do not go on (rank "
                          f"{wrong[0]})", "dropout, augmentation and sampling "
                          "draw others then: save each rank's generators, or "
-                         "seed them from the step", ranks=wrong)]
-        findings.append(ok(f"{name} random numbers go on"))
+                         "seed them from the step", ranks=wrong,
+                         kind="rng-not-restored")]
+        findings.append(ok(f"{name} random numbers go on",
+                           kind="rng-restored"))
     if not findings:
-        return [ok("no random numbers are drawn from one update to the next")]
+        return [ok("no random numbers are drawn from one update to the next",
+                   kind="rng-unused")]
     return findings
 
 
@@ -349,7 +365,8 @@ def afterwards(good: Sequence[Updates], back: Sequence[Updates],
         if not abs(loss - expected) <= CLOSE * max(abs(expected), 1e-30):
             return [say(
                 f"{name_update(i)} the loss is {loss / len(updates):.6g}, "
-                f"not {expected / len(updates):.6g}", hint)]
+                f"not {expected / len(updates):.6g}", hint,
+                kind="resumed-run-differs")]
         for key in ("weights", "buffers"):
             if key not in updates[0] or key not in resumed[0]:
                 continue
@@ -358,12 +375,14 @@ def afterwards(good: Sequence[Updates], back: Sequence[Updates],
             error = error_of(resumed, updates, key)
             if not error <= CLOSE:
                 return [say(f"{name_update(i)} the {key} are off by "
-                            f"{percent(error)}", hint)]
+                            f"{percent(error)}", hint,
+                            kind="resumed-run-differs")]
     if not count:
         return [warn("no update after it was compared", "let it save "
-                     "earlier, or watch more updates: --steps")]
+                     "earlier, or watch more updates: --steps",
+                     kind="resumed-run-not-compared")]
     return [ok(f"the {count} updates after it are those of the run that was "
-               "not stopped")]
+               "not stopped", kind="resumed-run-matches")]
 
 
 def total_loss(updates: Updates) -> float:

@@ -101,11 +101,15 @@ class RateComparison:
         text: in words.
         factor: by which it is multiplied; None if by none.
         differs: whether the ranks have different ones.
+        distinct: how many different rates the steps have.
+        kind: of a finding about it, where the schedule is what differs.
     """
 
     text: str
     factor: float | None
     differs: bool = False
+    distinct: int = 1
+    kind: str = "batch-size"
 
 
 @question("the ranks read different samples", always)
@@ -119,7 +123,8 @@ def samples(case: Comparison) -> list[Finding]:
     if has_equal_samples(case.single):
         return [warn("all samples are alike, with one process, too: who reads "
                      "which cannot be seen", "made data? each sample another",
-                     learned={"apart": case.apart or "all samples are alike"})]
+                     learned={"apart": case.apart or "all samples are alike"},
+                     kind="identical-samples")]
     if len(sets[0]) > 1 and all(map(are_equal, sets)):
         return [all_read_the_same(case)]
     numbers = sorted({updates[0]["optimizer"] for updates in case.updates})
@@ -166,8 +171,9 @@ def all_read_the_same(case: Comparison) -> Finding:
     text = f"all {case.size} ranks read the same samples"
     if divides(case):
         return warn(f"{text}, and compute parts of one process's loss",
-                    "right if the model divides them among the ranks")
-    return fail(text, OWN)
+                    "right if the model divides them among the ranks",
+                    kind="same-samples")
+    return fail(text, OWN, kind="same-samples")
 
 
 def pick_worst(answers: list[Finding | None]) -> list[Finding]:
@@ -224,7 +230,8 @@ def in_groups(case: Comparison, sets: list[list[set[str]]]) -> list[Finding]:
     most = max(map(len, sets))
     if most < case.size:
         return [ok(f"{most} of {case.size} ranks read samples: "
-                   "the others are given what ranks send them")]
+                   "the others are given what ranks send them",
+                   numbers={"readers": most}, kind="samples-of-few-ranks")]
     size = size_of_groups(case, sets)
     text = "each rank reads other samples"
     if size == case.size:
@@ -232,7 +239,8 @@ def in_groups(case: Comparison, sets: list[list[set[str]]]) -> list[Finding]:
     elif size > 1:
         text = f"groups of {size} ranks read the same samples"
     return [warn(text, "ranks of one group of tensor parallelism read the "
-                 "same, other groups other samples")]
+                 "same, other groups other samples", numbers={"group": size},
+                 kind="samples-of-groups")]
 
 
 def size_of_groups(case: Comparison, sets: list[list[set[str]]]) -> int:
@@ -269,10 +277,12 @@ def repeats_in_a_step(reading: Reading, each: int, size: int) -> Finding:
     more = repeats_beyond_one_process(reading)
     if reading.partitioned and more > max(size, BY_CHANCE):
         return fail(f"{more} samples are read again, though a "
-                    "DistributedSampler gives each rank its part", ONE_ORDER)
+                    "DistributedSampler gives each rank its part", ONE_ORDER,
+                    kind="sampler-overlap")
     usual = usual_repeats(reading.single)
     twice = [step.repeats for step in steps]
     total = sum(len(step.rows) for step in steps)
+    numbers: dict[str, float] = {"shared": sum(twice), "samples": total}
     text = (f"{sum(twice)} of {total} samples are read by several ranks in "
             "the same update")
     by_chance = f"by chance, if they are drawn at random; else {OWN}"
@@ -281,14 +291,15 @@ def repeats_in_a_step(reading: Reading, each: int, size: int) -> Finding:
             continue
         if step.update:
             text += f", from update {step.update} on"
-        numbers: dict[str, float] = {"update": step.update}
+        numbers["step"] = step.update
         steady = len(twice) > i + 1 and len(set(twice[i:])) == 1
         if steady and reading.single:
-            return fail(text, OWN, numbers=numbers)
-        return warn(text, by_chance, numbers=numbers)
+            return fail(text, OWN, numbers=numbers, kind="shared-samples")
+        return warn(text, by_chance, numbers=numbers, kind="shared-samples")
     if sum(twice) > usual * total:
-        return warn(text, by_chance)
-    return ok(f"in each update the ranks read different samples ({each} each)")
+        return warn(text, by_chance, numbers=numbers, kind="shared-samples")
+    return ok(f"in each update the ranks read different samples ({each} each)",
+              numbers={"samples": each}, kind="distinct-samples")
 
 
 def usual_repeats(single: list[list[str]]) -> float:
@@ -314,25 +325,30 @@ def repeats_of_earlier(reading: Reading) -> Finding | None:
         most = min(most, len(read_by_one))
     share = share_again(read[:most])
     usual = share_again(read_by_one[:most])
+    numbers = {"percent": 100 * share}
     text = (f"{percent(share)} of the samples were read in an earlier update "
             "as well")
     if single:
         text += f", with one process {percent(usual)} of as many"
+        numbers["single"] = 100 * usual
     counts = count_again(steps)
     steady = len(counts) > 1 and len(set(counts)) == 1
     if single and share > usual + TWICE and steady:
         return fail(text, "each step has to begin where all ranks together "
-                    "ended the last one")
+                    "ended the last one", numbers=numbers,
+                    kind="repeated-samples")
     if share <= TWICE:
         return None
     if reading.streamed:
         return warn(text, "does each worker of the DataLoader read all? It is "
                     "told which it is by torch.utils.data.get_worker_info(); "
-                    "right if the dataset is that small")
+                    "right if the dataset is that small", numbers=numbers,
+                    kind="repeated-samples")
     if single and share <= usual + TWICE:
-        return ok(text)
+        return ok(text, numbers=numbers, kind="repeated-samples")
     return warn(text, "right if the dataset is that small, or samples are "
-                "drawn with replacement")
+                "drawn with replacement", numbers=numbers,
+                kind="repeated-samples")
 
 
 def share_again(samples: list[str]) -> float:
@@ -405,7 +421,8 @@ def given_by(sampler: int, rank: int, updates: Updates) -> Finding | None:
         "is the data sharded twice, as by Accelerate's prepare() "
         "or Lightning's Trainer, which add a sampler of their "
         "own? Right if the script leaves some out on purpose",
-        ranks=[rank])
+        ranks=[rank], numbers={"drawn": drawn, "samples": got},
+        kind="dropped-samples")
 
 
 def size_of_minibatch(case: Comparison) -> list[Finding]:
@@ -415,11 +432,15 @@ def size_of_minibatch(case: Comparison) -> list[Finding]:
     now = next(filter(None, counts), 0)
     before = next(filter(None, single_counts), 0)
     if not case.alone:
-        return [ok(f"an update has {now} samples")]
+        return [ok(f"an update has {now} samples", numbers={"samples": now},
+                   kind="batch-size")]
     times = 1.0
     if before:
         times = now / before
     rate = learning_rate(case)
+    numbers: dict[str, float] = {"samples": now, "single": before}
+    if rate.factor is not None:
+        numbers |= {"rate": rate.factor, "rates": rate.distinct}
     keep = ("keep the minibatch: divide the batch size, or the accumulation "
             "steps, by the number of processes; or choose another learning "
             "rate")
@@ -429,7 +450,10 @@ def size_of_minibatch(case: Comparison) -> list[Finding]:
             return [warn(
                 f"the first update has {now} samples, as with one process,"
                 f" but update {step} has {counts[step]}, with one process "
-                f"{single_counts[step]}", keep, numbers={"update": step})]
+                f"{single_counts[step]}", keep, numbers={
+                    "step": step, "samples": counts[step],
+                    "single": single_counts[step]},
+                kind="changed-batch-size")]
     text = f"an update has {now} samples"
     if before not in (0, now):
         text += f", with one process {before}"
@@ -437,17 +461,19 @@ def size_of_minibatch(case: Comparison) -> list[Finding]:
         text += ", as with one process"
     text += f"; {rate.text}"
     if rate.differs:
-        return [warn(text, "one schedule for all who train the same weights")]
+        return [warn(text, "one schedule for all who train the same weights",
+                     numbers=numbers, kind="unequal-learning-rates")]
     if abs(times - 1) < SAME_SIZE:
         if rate.factor == 1:
-            return [ok(text)]
+            return [ok(text, numbers=numbers, kind="batch-size")]
         return [warn(text, "with the same minibatch it need not change",
-                     learned={"rate": rate.factor or 1.0})]
+                     learned={"rate": rate.factor or 1.0}, numbers=numbers,
+                     kind="learning-rate")]
     # by the linear rule, or by that of the square root
     if rate.factor and any(abs(rate.factor / power - 1) < SAME_SIZE
                            for power in (times, times ** 0.5)):
-        return [ok(text)]
-    return [warn(text, keep)]
+        return [ok(text, numbers=numbers, kind="batch-size")]
+    return [warn(text, keep, numbers=numbers, kind=rate.kind)]
 
 
 def first_other_size(counts: list[int], single_counts: list[int]
@@ -484,7 +510,8 @@ def sizes_of_ranks(case: Comparison) -> list[Finding]:
         return [warn(
             f"in update {step} rank {rank} reads {least} samples, "
             f"and rank {counts.index(most)} {most}", hint,
-            numbers={"update": step})]
+            ranks=[rank], numbers={"step": step, "fewest": least,
+                                   "most": most}, kind="uneven-batches")]
     return []
 
 
@@ -524,7 +551,7 @@ def compare_rates(case: Comparison, single_rates: list[float],
         text = "the learning rate is the same"
         if case.still and len(set(rates)) > 1:
             text += " after as many updates, not after as many samples"
-        return RateComparison(text, 1)
+        return RateComparison(text, 1, distinct=len(set(rates)))
     first = odd[0]
     ratio = rates[first] / (single_rates[first] or 1e-30)
     if all(are_close(rate, ratio * expected) for rate, expected in pairs):
@@ -535,12 +562,14 @@ def compare_rates(case: Comparison, single_rates: list[float],
     if first:
         text += f", in update {first}"
     ahead = single_rates[::case.size]
+    kind = "batch-size"
     if len(ahead) > first and all(map(are_close, rates, ahead)):
+        kind = "schedule-stepped-by-each-rank"
         text += (", as if its schedule were stepped "
                  f"{case.size} times an update")
         if case.still:
             text += ": after as many samples it is the same"
-    return RateComparison(text, None)
+    return RateComparison(text, None, kind=kind)
 
 
 @question("the ranks' samplers agree", always)
@@ -556,15 +585,16 @@ def samplers(case: Comparison) -> list[Finding]:
             return [fail("the ranks' DistributedSamplers have different "
                          f"{kind}: together they do not read each sample once",
                          "the same seed on all ranks, for random_split, too: "
-                         "each takes its part")]
+                         "each takes its part", kind="unequal-samplers")]
     epochs = case.together.asked("epochs")  # rank 0's: (sampler, epoch)
     if len(epochs) > len(set(epochs)) == len(dict(epochs)):
         return [warn(f"set_epoch({epochs[0][1]}) is called in several epochs",
                      "sampler.set_epoch(epoch), the number of the epoch: with "
-                     "the same one all epochs have the same order")]
+                     "the same one all epochs have the same order",
+                     kind="constant-epoch")]
     if False in case.asked("epoch"):
         return [warn("a DistributedSampler shuffles, and set_epoch was not "
                      "called before its first epoch", "sampler.set_epoch("
                      "epoch) in each epoch: without it, or another seed, all "
-                     "epochs have the same order")]
+                     "epochs have the same order", kind="no-set-epoch")]
     return []

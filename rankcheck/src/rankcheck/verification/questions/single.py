@@ -193,7 +193,9 @@ def compare(case: Comparison, measure: Measure, pairs: Sequence[UpdatePair],
     proves = AGREES
     if measure is loss_error:
         proves = COMPARED
-    return [ok(text, numbers={"off": max(amounts)}, proves=proves)]
+    numbers = {"error": max(amounts), "compared": len(amounts)}
+    return [ok(text, numbers=numbers, proves=proves,
+               kind=f"{MEASURED[measure]}-match")]
 
 
 def judge(case: Comparison, measure: Measure, error: RelativeError, step: int,
@@ -205,32 +207,38 @@ def judge(case: Comparison, measure: Measure, error: RelativeError, step: int,
         step: the update in which it was found, the first of all.
     """
     text = f"in update {step} {error.text}"
-    numbers = {"update": step, "off": error.amount, "limit": error.limit}
+    kind = f"{MEASURED[measure]}-differ"
+    numbers = {"step": step, "error": error.amount, "limit": error.limit}
+    if error.factor:
+        numbers["factor"] = error.factor
     explanation = explain_small_error(case)
     if explanation and error.factor:
         return fail(f"{text}, about {error.factor:.3g} times as much",
                     f"{explanation.cause}: that explains a few per cent, no "
                     "such factor: is something multiplied or divided by the "
                     "number of processes?",
-                    numbers=numbers | {"factor": error.factor})
+                    numbers=numbers,
+                    kind=kind)
     if measure is not weight_error and error.factor and (
             abs(error.factor * case.rate - 1) < 0.01):
         return warn(text, "right with SGD: the learning rate is divided "
-                    "by that", numbers=numbers, proves=COMPARED)
+                    "by that", numbers=numbers, proves=COMPARED,
+                    kind=kind)
     if step >= EARLY and error.amount < LATE_FACTOR * error.limit:
         return warn(text, "rounding grows to that, too: watch fewer "
-                    "updates, by --steps", numbers=numbers, proves=COMPARED)
+                    "updates, by --steps", numbers=numbers, proves=COMPARED,
+                    kind=kind)
     if explanation:
         shows: frozenset[Proof] = frozenset()
         if error.amount <= EXCUSED:
             shows = COMPARED
         return warn(f"{text}: {explanation.cause}", explanation.hint,
-                    numbers=numbers, proves=shows)
+                    numbers=numbers, proves=shows, kind=kind)
     if weights.own_means:
         hint = f"{weights.own_means.cause}: {weights.own_means.hint}"
     else:
         hint = locate(case, measure, step, pairs, weights.of_each)
-    return fail(text, hint, numbers=numbers)
+    return fail(text, hint, numbers=numbers, kind=kind)
 
 
 def locate(case: Comparison, measure: Measure, step: int,
@@ -387,7 +395,8 @@ def weigh_minibatches(case: Comparison, pair: UpdatePair) -> MinibatchWeights:
     if own_means:
         finding = None
         if case.still:
-            finding = warn(own_means.cause, own_means.hint)
+            finding = warn(own_means.cause, own_means.hint,
+                           kind="mean-of-means")
         return MinibatchWeights(alike, finding, own_means)
     if count == 1 or are_parallel(gradients, mix(alike, each), limit):
         return MinibatchWeights(alike)
@@ -395,7 +404,8 @@ def weigh_minibatches(case: Comparison, pair: UpdatePair) -> MinibatchWeights:
     whole = [number / max(sum(targets), 1) for number in targets]
     if has_weights(whole, gradients, each, limit):
         return with_finding(whole, gradients, each, limit, ok(
-            "the loss is the mean over all targets of all ranks"))
+            "the loss is the mean over all targets of all ranks",
+            kind="mean-over-targets"))
     fitted = fit_weights(gradients, each)
     if has_weights(fitted, gradients, each, limit) and (
             len(gradients) > 8 * len(each)):
@@ -403,7 +413,8 @@ def weigh_minibatches(case: Comparison, pair: UpdatePair) -> MinibatchWeights:
             "the gradients are a weighted mean of those of "
             f"{len(each)} minibatches, with weights from "
             f"{min(fitted):.2f} to {max(fitted):.2f}", "right "
-            "if these follow the numbers of tokens or samples"))
+            "if these follow the numbers of tokens or samples",
+            numbers={"minibatches": len(each)}, kind="weighted-mean"))
     return MinibatchWeights(alike)
 
 
@@ -600,6 +611,12 @@ def weight_error(case: Comparison, pair: UpdatePair, weights: Sequence[float]
         amount, min(LARGEST_UPDATE_LIMIT, UPDATE * case.loosely),
         f"the weights are off by {percent(amount)} of the way that one process"
         " has gone", multiple_of(moved, expected_way, case.size))
+
+
+# What each error is of: the first part of a finding's kind
+MEASURED: dict[Measure, str] = {
+    loss_error: "losses", gradient_error: "gradients",
+    weight_error: "weights"}
 
 
 def first_update(case: Comparison, updates: Updates) -> Update:

@@ -81,7 +81,8 @@ def same_numbers(case: Comparison) -> list[Finding]:
     return [warn("all ranks draw the same random numbers in each update: "
                  + " and ".join(names), "for dropout, noise and "
                  "augmentation another seed on each rank, once the model is "
-                 "made; the same for what all ranks are to do alike")]
+                 "made; the same for what all ranks are to do alike",
+                 kind="same-random-numbers")]
 
 
 @question("the ranks train together at every update")
@@ -112,7 +113,8 @@ def averages(case: Comparison) -> list[Finding]:
     text = f"weights are {done} {how_often_equal(equalized)}"
     return [warn(text, "before that each rank trains alone, on its part of "
                  "the minibatch: right for local SGD",
-                 learned={"apart": text, "averaged": text})]
+                 learned={"apart": text, "averaged": text},
+                 kind="averaged-weights")]
 
 
 def are_equal(vectors: list[torch.Tensor]) -> bool:
@@ -147,10 +149,10 @@ def buffers(case: Comparison) -> list[Finding]:
             f"{words} differ between the ranks, after update {step}: "
             f"{', '.join(names[:3])}", "if they are of each rank's own "
             "samples: SyncBatchNorm, or average them before you evaluate "
-            "and save", numbers={"update": step})]
+            "and save", numbers={"step": step}, kind="unequal-buffers")]
     if not seen:
         return []
-    return [ok("buffers are equal on all ranks")]
+    return [ok("buffers are equal on all ranks", kind="equal-buffers")]
 
 
 def clips_first(case: Comparison) -> bool:
@@ -176,7 +178,7 @@ def reductions(case: Comparison) -> list[Finding]:
     few = sum(times) < MOST * len(times)
     if few and case.by_step:
         return [ok("gradients are reduced by the optimizer, in its step()",
-                   proves=REDUCED)]
+                   proves=REDUCED, kind="reduced-by-optimizer")]
     equal = not any(put_together(updates, "gradients").apart
                     for updates in case.updates)
     for step, updates in enumerate(case.updates):
@@ -192,10 +194,12 @@ def reductions(case: Comparison) -> list[Finding]:
     if case.asked("clipped"):
         findings.append(warn(
             "gradients are clipped before scaler.unscale_(optimizer)", "call "
-            "that first: the limit is for gradients without the scale"))
+            "that first: the limit is for gradients without the scale",
+            kind="clipped-while-scaled"))
     if clips_first(case):
         findings.append(fail("gradients are clipped before they are reduced",
-                             "reduce first: the norm is that of the mean"))
+                             "reduce first: the norm is that of the mean",
+                             kind="clipped-before-reduction"))
     return findings
 
 
@@ -238,21 +242,25 @@ def how_often(case: Comparison, elements: list[int], otherwise: bool
     sent = f"{size / 1e6:.3g} MB in {calls} calls"
     if most.times < SEVERAL:
         return [ok(f"gradients are reduced once an update, {sent}",
-                   proves=REDUCED)]
+                   proves=REDUCED, numbers={"times": 1}, kind="reduced")]
     where = f"in update {most.update}"
     if most.times < MORE_OFTEN * min(turn.times for turn in turns):
         where = "an update"
     text = f"gradients are reduced {most.times:.2g} times {where}, {sent}"
     if case.asked("fully_shard"):  # it costs memory to do otherwise
-        return [ok(text, proves=REDUCED)]
+        return [ok(text, proves=REDUCED, numbers={"times": most.times},
+                   kind="reduced")]
     advice = ("once is enough: all microbatches but the last under "
               "model.no_sync(), their forward pass, too; or does one loss "
               "take several passes?")
+    kind = "reduced-repeatedly"
     if case.asked("no_sync") and not case.asked("forward in no_sync"):
+        kind = "no-sync-outside-forward"
         advice = ("model.no_sync() takes effect in the forward pass, and was "
                   "entered without one: call the model inside it, for all "
                   "microbatches but the last")
-    return [warn(text, advice, proves=REDUCED)]
+    return [warn(text, advice, proves=REDUCED, numbers={"times": most.times},
+                 kind=kind)]
 
 
 def reduced_otherwise(case: Comparison) -> Finding:
@@ -261,9 +269,9 @@ def reduced_otherwise(case: Comparison) -> Finding:
             update["gradients"]["plain"] for update in flatten(case.updates)):
         # a sharded parameter has no gradient before that
         return ok("gradients are reduced by fully_shard; how often was not "
-                  "seen", proves=REDUCED)
+                  "seen", proves=REDUCED, kind="reduced-by-fsdp")
     return ok("gradients are made equal in a way of the script's own",
-              proves=REDUCED)
+              proves=REDUCED, kind="reduced-by-script")
 
 
 def take_turns(case: Comparison, elements: list[int]) -> list[Turn]:
@@ -310,7 +318,8 @@ def not_reduced(case: Comparison, step: int, elements: int) -> Finding:
             f"an update of {elements:.0f}")
     if step:
         text = f"in update {step} {text}"
-    return fail(text, how_to_reduce(case), numbers={"update": step})
+    return fail(text, how_to_reduce(case), kind="not-reduced", numbers={
+        "step": step, "reduced": reduced, "elements": elements})
 
 
 def how_to_reduce(case: Comparison) -> str:
@@ -352,11 +361,14 @@ def unused_parameters(case: Comparison) -> list[Finding]:
             hint = "the optimizer has other parameters than the model"
             if case.asked("fully_shard"):
                 hint += ": make it after fully_shard, which replaces them"
-        return [fail(f"{text}any update: {case.named(keys)}", hint)]
+        return [fail(f"{text}any update: {case.named(keys)}", hint,
+                     numbers={"parameters": len(keys)},
+                     kind="no-gradients")]
     text += f"some update: {case.named(keys)}"
     if any(case.asked("DistributedDataParallel")):
-        return [ok(f"{text}, as DDP was told")]
-    return [warn(text, "unused? DDP then needs find_unused_parameters=True")]
+        return [ok(f"{text}, as DDP was told", kind="unused-parameters")]
+    return [warn(text, "unused? DDP then needs find_unused_parameters=True",
+                 kind="unused-parameters")]
 
 
 def has_gradients(case: Comparison) -> bool:
@@ -407,9 +419,11 @@ def compare_ranks(case: Comparison, key: str, when: str, hint: str,
                 f"{when} update {step} the {key} of rank "
                 f"{min(whole.differing)} are not rank 0's: "
                 f"{case.named(whole.apart)}", hint,
-                ranks=sorted(whole.differing), numbers={"update": step})
+                ranks=sorted(whole.differing), numbers={"step": step},
+                kind=f"unequal-{key}")
     return ok(f"{key} are equal on all ranks in all "
-              f"{len(case.updates)} updates", proves=proves)
+              f"{len(case.updates)} updates", proves=proves,
+              numbers={"steps": len(case.updates)}, kind=f"equal-{key}")
 
 
 @dataclass(frozen=True)
@@ -466,7 +480,9 @@ def mean_of_ranks(case: Comparison) -> list[Finding]:
         if owner is not None:
             return [fail(f"in update {step} all ranks have the gradients "
                          f"of rank {owner} alone", "all_reduce adds "
-                         "up those of all ranks; broadcast does not")]
+                         "up those of all ranks; broadcast does not",
+                         ranks=[owner], numbers={"step": step},
+                         kind="gradients-of-one-rank")]
         factor = (applied @ expected / (expected @ expected)).item()
         error = off(applied, factor * expected)
         if not error <= limit:
@@ -483,7 +499,8 @@ def mean_of_ranks(case: Comparison) -> list[Finding]:
     if differ:
         shows = REDUCED
     return [ok("gradients are the mean of the ranks' own, before they are "
-               f"clipped (to {max(errors):.0e})", proves=shows)]
+               f"clipped (to {max(errors):.0e})", proves=shows,
+               kind="mean-of-ranks")]
 
 
 def find_reduced(updates: Updates) -> ReducedGradients | None:
@@ -523,7 +540,8 @@ def multiplied(step: int, factor: float) -> Finding:
                 "the mean of the ranks' own", "right if the script "
                 "scales them by itself, for the number of microbatches or"
                 " to clip them; else it multiplies or divides once too "
-                "often", numbers={"update": step, "factor": factor})
+                "often", numbers={"step": step, "factor": factor},
+                kind="scaled-gradients")
 
 
 def not_the_mean(case: Comparison, step: int, found: ReducedGradients
@@ -537,7 +555,8 @@ def not_the_mean(case: Comparison, step: int, found: ReducedGradients
         hint = "right if DDP's communication hook changes them"
     return warn(f"in update {step} the gradients are not the "
                 "mean of the ranks' own, off by "
-                f"{percent(off(found.applied, found.mean))}", hint)
+                f"{percent(off(found.applied, found.mean))}", hint,
+                numbers={"step": step}, kind="not-the-mean")
 
 
 def find_sums(case: Comparison, found: ReducedGradients) -> set[str]:
@@ -567,7 +586,7 @@ def some_summed(case: Comparison, step: int, sums: set[str]) -> Finding:
         "over all ranks, those of the others the mean", "right if the losses "
         "of these parameters are parts of one sum; else divide their "
         "gradients by the number of processes after all_reduce, as DDP does",
-        numbers={"update": step})
+        numbers={"step": step}, kind="partly-summed-gradients")
 
 
 def is_single_process_gradient(case: Comparison, step: int) -> bool:
@@ -596,7 +615,8 @@ def summed(case: Comparison, step: int) -> Finding:
     """
     text = f"in update {step} the gradients are the sum over all ranks"
     if is_single_process_gradient(case, step):
-        return ok(f"{text}, and those of one process")
+        return ok(f"{text}, and those of one process",
+                  numbers={"step": step}, kind="summed-gradients")
     advice = SUMMED
     if case.asked("register_comm_hook"):
         advice = ("a communication hook takes the place of DDP's average: "
@@ -604,10 +624,12 @@ def summed(case: Comparison, step: int) -> Finding:
     loss, single_loss = mean_loss(case.updates[0]), mean_loss(case.single[:1])
     if single_loss and abs(loss / single_loss - 1) < CLOSE < abs(
             case.size * case.rate - 1):
-        return fail(f"{text}, not the mean: {case.size} times as much", advice)
+        return fail(f"{text}, not the mean: {case.size} times as much", advice,
+                    numbers={"step": step}, kind="summed-gradients")
     return warn(text, "right if each rank's loss is a sum divided by the "
                 "whole minibatch, or with SGD, the learning rate is divided "
-                f"by their number; else {advice}")
+                f"by their number; else {advice}", numbers={"step": step},
+                kind="summed-gradients")
 
 
 def mean_loss(updates: Updates) -> float:
