@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import program
+from conftest import edit, program
 
 from rankcheck.engine.findings import Finding, Line
 from rankcheck.engine.ranks import Rank
@@ -79,6 +79,31 @@ def test_a_byte_order_mark_is_no_difference(tmp_path, capsys):
         SimpleNamespace(stage="ddp", script=script), Terminal(False),
         Outcome(planned, one, [], mistake, []), mistake)
     assert "changes are left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("errors", [[], ["losses agree: KeyError: 'x'"]])
+def test_no_change_is_named_where_the_check_itself_fails(
+        errors, tmp_path, capsys, monkeypatch):
+    """Two are wrong; either alone is right, or that is not known."""
+    text = edit(STAGES["ddp"].solution.read_text(),
+                ("self.position += self.stride", "self.position += self.B"),
+                ("dist.all_reduce(report)", "pass"))
+    script = program(tmp_path / "train_gpt2.py", text)
+    planned = PlannedTrial("1", "whole", Mesh())
+    mistake = Mistake("losses agree", "that of step 0 is 5", frozenset(), "")
+
+    def find(bench, planned, name):
+        wrong = "self.B\n" in bench.text and "    pass" in bench.text
+        return Outcome(planned, trial(Rank(0, "", "")), [],
+                       mistake if wrong else None, [] if wrong else errors)
+
+    monkeypatch.setattr(experiment, "try_out", find)
+    experiment.diagnose(
+        SimpleNamespace(stage="ddp", script=script, with_script=lambda data: (
+            SimpleNamespace(text=data.decode(), folder=tmp_path / "none"))),
+        Terminal(False), Outcome(planned, trial(Rank(0, "", "")), [], mistake,
+                                 []), mistake)
+    assert ("It is " in capsys.readouterr().out) == (not errors)
 
 
 def test_what_follows_is_folded(capsys):

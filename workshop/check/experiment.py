@@ -326,8 +326,18 @@ def diagnose(bench: Bench, out: Quiet, outcome: Outcome,
         # two scripts that are wrong in the same way have these in common
         return (found.title, found.error) if found else None
 
-    for part in localise.find(items, symptom):
-        tell_cause(out, diff, part, known[frozenset(map(id, part))], mistake)
+    try:
+        for part in localise.find(items, symptom):
+            tell_cause(out, diff, part, known[frozenset(map(id, part))],
+                       mistake)
+    except NotKnown:
+        return  # no change is named on a guess
+
+
+class NotKnown(Exception):
+    """The check itself failed at a version of the script: whether that is
+    right is not known.
+    """
 
 
 def try_part(bench: Bench, planned: PlannedTrial, data: bytes, yours: bytes
@@ -339,6 +349,9 @@ def try_part(bench: Bench, planned: PlannedTrial, data: bytes, yours: bytes
         planned: the trial in which that is wrong.
         data: the other version.
         yours: the attendee's.
+
+    Raises:
+        NotKnown: see there.
     """
     other = bench.with_script(data)
     name = lines_as_in(yours, data)
@@ -350,6 +363,8 @@ def try_part(bench: Bench, planned: PlannedTrial, data: bytes, yours: bytes
             outcome = try_out(other, one, name)
             if outcome.mistake:
                 return outcome.mistake
+            if outcome.internal_errors:
+                raise NotKnown
         return None
     finally:
         remove(other.folder)
