@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from conftest import CLONE_PATH, copy_course, needs, program
 from backstage.errors import UserError
 from workshop.cluster.config import Programs, write_commands
 from workshop.cluster.control import lock_folder
-from workshop.cluster.processes import MARK, find_processes
+from workshop.cluster.machine import unshare_command
+from workshop.cluster.processes import MARK, START, find_processes
 from workshop.cluster.settings import Place
 
 pytestmark = pytest.mark.whole
@@ -305,6 +307,77 @@ def test_ten_random_kills_leave_nothing(shell):
         os.kill(chance.choice(processes).pid, signal.SIGKILL)
     shell.cluster("down")
     has_left_nothing(shell)
+
+
+# `cluster up` is killed when it calls this function of control.py
+KILLED_UP = """\
+import os, sys
+from workshop.cluster import control
+from workshop.__main__ import main
+
+def end(*args, **kwargs):
+    os.kill(os.getpid(), 9)
+
+owner, _, name = sys.argv.pop(1).rpartition(".")
+setattr(getattr(control, owner) if owner else control, name, end)
+main()
+"""
+
+
+@pytest.mark.parametrize("function", [
+    "write_files", "Cluster.make_namespaces", "write_commands",
+    "Cluster.ask_states"])
+def test_a_start_that_is_killed_where_it_matters(shell, function):
+    """The next one starts anew, and waits for nothing that cannot come."""
+    end = shell(shell.python, "-c", KILLED_UP, function, "cluster", "up",
+                "--nodes=3")
+    assert end.returncode == -signal.SIGKILL, end.stderr
+    said = shell.cluster("status", status=1)
+    assert said.endswith("fix: python -m workshop cluster up\n"), said
+    assert "is not up: python -m workshop cluster up" in shell.cluster(
+        "kill", "node1", status=1)
+    shell.cluster("up")
+    assert works(shell)
+
+
+def test_ten_starts_that_are_killed(shell):
+    """At any moment of `up`, in all that it takes on this machine."""
+    begin = time.monotonic()
+    shell.cluster("up")
+    longest = time.monotonic() - begin
+    chance = random.Random(11)
+    for _ in range(10):
+        shell.cluster("down")
+        start = subprocess.Popen(
+            [shell.python, "-m", "workshop", "cluster", "up"],
+            cwd=shell.temporary, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, env={
+                **os.environ, "TMPDIR": str(shell.temporary),
+                "PYTHONPATH": shell.path})
+        time.sleep(chance.uniform(0, longest))
+        start.kill()
+        start.wait()
+        shell.cluster("up")
+        assert works(shell)
+        assert len([process for process in shell.processes()
+                    if process.program == "slurmctld"]) == 1
+
+
+def test_a_start_that_is_replaced_while_it_begins(shell):
+    """A child of an `up` that was killed: it begins when another is up."""
+    shell.cluster("up")
+    place = Place(shell.folder())
+    start = [shell.python, "-m", "workshop.cluster.inside", "cluster",
+             place.folder]
+    own = unshare_command(user=bool(os.getuid()))
+    variables = {MARK: str(place.folder), START: "earlier"}
+    end = shell("timeout", "60", *own, *start, **variables)
+    assert end.returncode == 1
+    assert "another start of the cluster has replaced this one" in end.stderr
+    end = shell(*start, **variables)  # as if somebody typed it
+    assert end.returncode == 1
+    assert "this is the first process of a cluster's namesp" in end.stderr
+    assert works(shell)
 
 
 def test_after_a_restart_of_the_machine(shell):

@@ -111,6 +111,7 @@ def show_status(cluster: Cluster) -> int:
         return 1
     states = cluster.ask_states()
     broken = [part for part in parts if not part.runs]
+    is_up = cluster.is_up()
     for part in parts:
         state = states.get(part.name, "")
         detail = f": {state}" if state else ""
@@ -118,8 +119,10 @@ def show_status(cluster: Cluster) -> int:
             print(f"ok    {part.name}{detail}")
         else:
             print(f"FAIL  {part.name} does not run")
-    if broken:
+    if not broken and not is_up:
+        print("FAIL  its start has not come to its end")
+    if broken or not is_up:
         print("      fix: python -m workshop cluster up")
     else:
         print(f"to use it: source {cluster.place.environment}")
-    return int(bool(broken))
+    return int(bool(broken) or not is_up)

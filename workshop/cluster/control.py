@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from workshop.cluster.config import Programs, write_commands, write_files
 from workshop.cluster.processes import (
     INSIDE,
     MARK,
+    START,
     find_daemon,
     find_holder,
     find_processes,
@@ -59,6 +61,10 @@ class Cluster:
         return self.place.read()
 
     def is_up(self) -> bool:
+        """Say whether a start has come to its end, and has not ended since."""
+        return self.place.complete.exists() and self.has_namespaces()
+
+    def has_namespaces(self) -> bool:
         """Say whether its namespaces are there."""
         return self.place.read() is not None and bool(
             find_holder(find_processes(self.place), "cluster",
@@ -82,6 +88,8 @@ class Cluster:
 
     def up(self, settings: Settings | None = None) -> None:
         """Start the cluster, or those of its parts that do not run.
+
+        A start that was killed is started anew: nobody has used it.
 
         Args:
             settings: None for those that it has, or else the default ones.
@@ -113,9 +121,11 @@ class Cluster:
             self.place.make(settings)
             write_files(self.place, settings, programs)
             self.write_key()
+            self.place.start_id.write_text(secrets.token_hex(16))
             holder = self.make_namespaces(programs)
             write_commands(self.place, programs, holder)
             self.wait_for_parts([*DAEMONS, *settings.names])
+            self.place.complete.touch()
         except BaseException as error:
             kill_all(self.place)
             reason = ""
@@ -152,6 +162,7 @@ class Cluster:
         variables = {name: value for name, value in os.environ.items()
                      if not name.startswith(("SLURM", "SBATCH_"))}
         variables |= {MARK: str(self.place.folder), "PYTHONPATH": path,
+                      START: self.place.start_id.read_text(),
                       "PATH": machine.search_path(),
                       "SLURM_CONF": str(self.place.config)}
         command = [*machine.unshare_command(user=not programs.is_root),
@@ -173,7 +184,7 @@ class Cluster:
             missing = self.find_missing(names)
             if not missing:
                 return
-            require(self.is_up(), "the cluster did not start")
+            require(self.has_namespaces(), "the cluster did not start")
             require(time.monotonic() < end,
                     f"{', '.join(missing)} did not come up in {PATIENCE} s: "
                     "python -m workshop cluster down, then up")

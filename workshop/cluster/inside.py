@@ -35,14 +35,31 @@ NAME_CACHE = Path("/var/run/nscd")
 
 def main() -> None:
     kind, folder, *names = sys.argv[1:]
+    # it mounts files, and sets the host's name: never in the machine's own
+    require(os.getpid() == 1, "this is the first process of a cluster's "
+            "namespaces: python -m workshop cluster up starts it there")
     place = Place(Path(folder))
     settings = place.read()
     if settings is None:
         raise UserError(f"there is no cluster in {folder}")
+    require_own_start(place)
     if kind == "cluster":
         Controller(place, settings).run()
     else:
         run_node(place, settings, names[0])
+
+
+def require_own_start(place: Place) -> None:
+    """Raise a `UserError` if a later start has made this folder anew.
+
+    An `up` that is killed may leave a child that has not become this program
+    yet, and has not the variable by which the next `up` finds it.
+    """
+    known = ""
+    with contextlib.suppress(FileNotFoundError):
+        known = place.start_id.read_text()
+    require(known == os.environ.get(processes.START), "another start of the "
+            "cluster has replaced this one")
 
 
 def call(*command: str | os.PathLike[str]) -> None:

@@ -17,6 +17,7 @@ from rankcheck.system import proc
 from workshop.cluster.settings import Place
 
 MARK = "WORKSHOP_CLUSTER_PART"  # whose value is the cluster's folder
+START = "WORKSHOP_CLUSTER_START"  # a variable: the text of Place.start_id
 INSIDE = "workshop.cluster.inside"
 PATIENCE = 20  # seconds in which killed processes have to be gone
 

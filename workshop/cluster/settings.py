@@ -92,6 +92,16 @@ class Place:
         """A file that is there once the parts have been started."""
         return self.folder / "run" / "started"
 
+    @property
+    def start_id(self) -> Path:
+        """What tells this start from others in the same folder."""
+        return self.folder / "etc" / "start-id"
+
+    @property
+    def complete(self) -> Path:
+        """A file that is there once `up` has come to its end."""
+        return self.folder / "run" / "complete"
+
     def spool(self, node: str) -> Path:
         return self.folder / "spool" / node
 
