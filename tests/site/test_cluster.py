@@ -21,11 +21,15 @@ from cluster import needs_namespaces, wait_for
 from conftest import CLONE_PATH, copy_course, needs, program
 
 from backstage.errors import UserError
-from workshop.cluster.config import Programs, write_commands
+from workshop.cluster.config import (
+    Programs,
+    make_cgroup_conf,
+    write_commands,
+)
 from workshop.cluster.control import lock_folder
-from workshop.cluster.machine import unshare_command
+from workshop.cluster.machine import find_programs, unshare_command
 from workshop.cluster.processes import MARK, START, find_processes
-from workshop.cluster.settings import Place
+from workshop.cluster.settings import Place, Settings
 
 pytestmark = pytest.mark.whole
 NOBODY = 65534
@@ -307,6 +311,93 @@ def test_ten_random_kills_leave_nothing(shell):
         os.kill(chance.choice(processes).pid, signal.SIGKILL)
     shell.cluster("down")
     has_left_nothing(shell)
+
+
+# A site's own SLURM, in namespaces that stand for its machine, with its
+# variables, also those of a job in which the shell runs
+SITE_CONF = """\
+ClusterName=site
+SlurmctldHost=site(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthInfo=socket={folder}/munge.sock
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SlurmdParameters=config_overrides
+StateSaveLocation={folder}
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+NodeName=site NodeAddr=127.0.0.1 CPUs=4
+PartitionName=batch Nodes=ALL Default=YES
+"""
+AT_A_SITE = """\
+set -e
+folder=$1 python=$2 SLURM_CONF=$1/slurm.conf
+export SLURM_CONF PATH=$PATH:/usr/sbin:/sbin
+hostname site
+ip link set lo up
+ip link add eth0 type bridge  # SLURM looks for an address that is not lo's
+ip addr add 10.9.8.7/24 dev eth0
+mkdir "$folder/spool" "$folder/bin"
+munged --force --key-file="$folder/key" --socket="$folder/munge.sock" \
+    --pid-file="$folder/munged.pid" --log-file="$folder/munged.log" \
+    --seed-file="$folder/munged.seed"
+slurmctld -c
+slurmd -N site
+sbatch -o /dev/null --job-name=sites --wrap 'sleep 600' >&2
+until squeue -h -o %T | grep -q RUNNING; do sleep 0.2; done
+for name in sbatch scancel scontrol sinfo squeue srun; do  # another version's
+    printf '#!/bin/sh\necho "$0" >>%s/called\n' "$folder" >"$folder/bin/$name"
+    chmod +x "$folder/bin/$name"
+done
+earlier=$PATH PATH=$folder/bin:$PATH
+export SLURM_CLUSTERS=site SQUEUE_CLUSTERS=site SLURM_JOB_ID=1 SLURM_JOBID=1
+export SLURM_NTASKS=5 SLURM_MEM_PER_CPU=7 SLURM_STEP_ID=0 SLURM_NNODES=1
+eval "$("$python" -m workshop cluster up)"
+echo "ours $(squeue -h)"
+srun --nodes=2 hostname
+export SLURM_CONF=$folder/slurm.conf  # as a module of the site does
+srun --nodes=1 hostname
+sbatch --output=/dev/null --job-name=of-ours --wrap 'sleep 600' >&2
+echo "ours $(squeue -h -o %j)"
+scancel --me
+eval "$("$python" -m workshop cluster up)"
+"$python" -m workshop cluster down
+[ ! -e "$folder/called" ]
+PATH=$earlier
+hash -r
+! timeout 5 scancel --me || exit 3
+export SLURM_CONF=$folder/slurm.conf
+unset SLURM_CLUSTERS SQUEUE_CLUSTERS
+[ ! -e "$folder/called" ]
+echo "site $(squeue -h -o '%j %T')"
+"""
+
+
+def test_beside_a_sites_slurm(shell):
+    """Its jobs and its configuration stay as they are, whatever is typed."""
+    if os.getuid():
+        pytest.skip("needs root, to start the daemons of a site")
+    folder = shell.temporary / "site"
+    folder.mkdir()
+    folder.joinpath("slurm.conf").write_text(SITE_CONF.format(folder=folder))
+    folder.joinpath("cgroup.conf").write_text(make_cgroup_conf(
+        Settings(), find_programs()))
+    folder.joinpath("key").write_bytes(os.urandom(128))
+    folder.joinpath("key").chmod(0o600)
+    end = shell(*unshare_command(user=False), "bash", "-c", AT_A_SITE, "bash",
+                folder, shell.python)
+    assert end.returncode == 0, end.stderr
+    first, *hosts, ours, last = end.stdout.splitlines()
+    assert first == "ours " and ours == "ours of-ours", end.stdout
+    assert sorted(hosts[:2]) == ["node1", "node2"] and len(hosts) == 3
+    assert last == "site sites RUNNING", end.stdout + end.stderr
+    assert "for another SLURM, open a new shell" in end.stderr
 
 
 # `cluster up` is killed when it calls this function of control.py

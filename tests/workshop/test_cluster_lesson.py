@@ -14,7 +14,7 @@ from lab import Lesson
 
 from backstage import ROOT
 from workshop.cluster.processes import find_processes
-from workshop.cluster.settings import find_place
+from workshop.cluster.settings import Settings, find_place
 from workshop.results.runs import read
 
 # A file for the time of each cell. If it is named, the jobs are as long as the
@@ -123,6 +123,27 @@ def test_a_sites_slurm_needs_no_cluster(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert cells.queue().text == "no jobs"
     assert "too long" in cells.cluster("up").text
+
+
+def test_a_notebook_gets_a_sites_slurm_back(monkeypatch):
+    """After `down`, it has the configuration that it had before."""
+    from workshop.notebook import cluster
+
+    needs("slurmctld", "munged")
+    needs_namespaces()
+    monkeypatch.setenv("SLURM_CONF", "/site/slurm.conf")
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    own, path = cluster.own_cluster(), os.environ["PATH"]
+    own.up(Settings(nodes=1))
+    try:
+        assert cluster.use_cluster() and cluster.use_cluster()
+        assert os.environ["SLURM_CONF"] == str(own.place.config)
+    finally:
+        own.down()
+    assert not cluster.use_cluster()
+    assert os.environ["SLURM_CONF"] == "/site/slurm.conf"
+    assert os.environ["PATH"] == path
+    assert cluster.SITE_CONF not in os.environ
 
 
 @pytest.mark.parametrize("call", [

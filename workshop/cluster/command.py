@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import replace
@@ -50,10 +51,7 @@ def main(args: argparse.Namespace) -> int:
     if action == "status":
         return show_status(cluster)
     if action == "down":
-        found = cluster.down()
-        say(f"cluster {args.name} is down" if found else
-            f"there is no cluster {args.name}")
-        return 0
+        return end(cluster, args.name)
     if action == "kill":
         cluster.kill_node(args.node)
         say(f"{args.node} has crashed; to let it come back: python -m "
@@ -67,6 +65,18 @@ def main(args: argparse.Namespace) -> int:
 def say(text: str) -> None:
     """Print a line that is no part of what a shell evaluates."""
     print(text, file=sys.stderr, flush=True)
+
+
+def end(cluster: Cluster, name: str) -> int:
+    """End a cluster; say what stays in the shell that has used it."""
+    if not cluster.down():
+        say(f"there is no cluster {name}")
+        return 0
+    say(f"cluster {name} is down")
+    if os.environ.get("SLURM_CONF") == str(cluster.place.config):
+        say("this shell's SLURM commands still ask it: for another SLURM, "
+            "open a new shell")
+    return 0
 
 
 def choose_settings(cluster: Cluster, args: argparse.Namespace

@@ -74,7 +74,10 @@ echo export WORKSHOP_GPUS=simulated
 """
 
 # A shell's sbatch and so on. In the namespaces themselves it is hidden: jobs
-# inherit the PATH of the shell that has submitted them.
+# inherit the PATH of the shell that has submitted them. A site may have SLURM,
+# too. Its configuration, the names of its clusters, and the variables of its
+# job in which this shell runs, which SLURM reads as options, are not for this
+# cluster.
 COMMAND = """\
 #!/bin/sh
 # {command} in the namespaces of a cluster that `python -m workshop cluster up`
@@ -87,6 +90,11 @@ if ! [ -O /proc/{pid} ] ||
         "python -m workshop cluster up" >&2
     exit 1
 fi
+for name in $(env | sed -n \
+    's/^\\(SLURM_[A-Z0-9_]*\\|S[A-Z]*_CLUSTERS\\)=.*/\\1/p'); do
+    [ "$name" = SLURM_TIME_FORMAT ] || unset "$name"
+done
+export SLURM_CONF={folder}/etc/slurm.conf
 exec nsenter --target {pid} {user}--mount --uts --net \\
     --pid=/proc/{pid}/ns/pid_for_children -- \\
     sh -c 'cd "$1" && shift && exec "$@"' sh "$PWD" {program} "$@"

@@ -105,7 +105,16 @@ def find_programs() -> Programs:
 
 
 def find_sbatch() -> str:
-    """Return SLURM's own sbatch, not one that a cluster of ours has made."""
+    """Return the sbatch of the daemons' SLURM.
+
+    The first one of the PATH may be of a site's other version, or one that a
+    cluster of ours has made.
+    """
+    daemon = shutil.which("slurmd", path=search_path())
+    if daemon:
+        beside = Path(daemon).parent.parent / "bin" / "sbatch"
+        if os.access(beside, os.X_OK):
+            return str(beside)
     for folder in search_path().split(":"):
         found = shutil.which("sbatch", path=folder)
         if found and not Path(folder, "../workshop-cluster.json").exists():

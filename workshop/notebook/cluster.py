@@ -19,6 +19,8 @@ from workshop.html import paragraph
 from workshop.notebook import planted, shown
 from workshop.results import runs as results
 
+# A variable: the configuration of the site's SLURM, while the cluster is used
+SITE_CONF = "WORKSHOP_SITE_SLURM_CONF"
 TAIL = 14  # lines of a log
 PATIENCE = 60  # seconds in which cancelled jobs end
 STANDS_STILL = 15  # seconds without a new line
@@ -75,10 +77,14 @@ def use_cluster() -> bool:
     config, folder = str(cluster.place.config), str(cluster.place.bin)
     if cluster.is_up():
         if os.environ.get("SLURM_CONF") != config:
+            if "SLURM_CONF" in os.environ:
+                os.environ[SITE_CONF] = os.environ["SLURM_CONF"]
             os.environ.update(cluster.environment())
         return True
     if os.environ.get("SLURM_CONF") == config:  # it was up before
         del os.environ["SLURM_CONF"]
+        if SITE_CONF in os.environ:
+            os.environ["SLURM_CONF"] = os.environ.pop(SITE_CONF)
         entries = os.environ.get("PATH", "").split(os.pathsep)
         os.environ["PATH"] = os.pathsep.join(
             entry for entry in entries if entry != folder)
