@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
 # Sets up your shell for the workshop. Source it, in bash or zsh:
 #
-#     source activate.sh
+#     source activate.sh           what runs and lessons need
+#     source activate.sh tests     and the tests' packages, for pytest
+#
+# In place of tests: fineweb (to build datasets), transformers, deepspeed, or
+# several of them. CONTRIBUTING.md lists them.
 #
 # The first time, it creates a virtual environment (.venv) and the demo dataset
 # (fineweb/demo), which takes minutes and a network. Later it only checks that
@@ -31,6 +35,7 @@ _workshop_activate() {
     local WORKSHOP_SITE_PACKAGES="${WORKSHOP_SITE_PACKAGES-}"
     # site.sh has variables of its own: these names are none of them
     local _workshop_root="$1" _workshop_code=code _workshop_failed=
+    shift # what is left are the parts, or words of the script that sources it
     local _workshop_venv _workshop_entries _workshop_hook _workshop_option
     local _workshop_source
     local _workshop_options="${SHELLOPTS-}"
@@ -119,7 +124,7 @@ _workshop_activate() {
     esac
     # -p: without the functions that this shell has exported, such as a cd
     bash -p "$_workshop_root/setup.sh" make "$_workshop_venv" \
-        "$WORKSHOP_SITE_PACKAGES" || return 1
+        "$WORKSHOP_SITE_PACKAGES" "$-" "$@" || return 1
 
     # shellcheck disable=SC1091 # Python creates it
     . "$_workshop_venv/bin/activate" || return 1
@@ -130,4 +135,4 @@ _workshop_activate() {
     echo "Next: python $_workshop_code/train_gpt2.py"
 }
 _workshop_activate "$(
-    CDPATH='' builtin cd -- "$(dirname -- "${BASH_SOURCE[0]:-$0}")" >/dev/null && pwd -P)"
+    CDPATH='' builtin cd -- "$(dirname -- "${BASH_SOURCE[0]:-$0}")" >/dev/null && pwd -P)" "$@"

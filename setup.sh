@@ -1,17 +1,22 @@
 #!/usr/bin/env bash
 # The environment, by uv; activate.sh calls this in a process of its own.
 #
-#     setup.sh make VENV [yes]     makes it; yes: on the site's own PyTorch
+#     setup.sh make VENV SITE OPTIONS PART...
+#         makes it, with these parts; SITE=yes: on the site's own PyTorch;
+#         OPTIONS: the shell's, as in $-
 #     setup.sh pack venv.tar.gz    packs the active one into one large file
 #     setup.sh unpack venv.tar.gz  on this node's disk, once for each user
 #
-# Its marker says which clone made it and, once it is whole, of what. All paths
-# in it are relative. Nothing is removed that no mark of ours names.
+# Its marker says which clone made it and, once it is whole, of what and with
+# which parts. All paths in it are relative. Nothing is removed that no mark of
+# ours names.
 set -euo pipefail
 unset CDPATH PYTHONHOME TAR_OPTIONS
 # shellcheck disable=SC2046 # several names
 unset $(git rev-parse --local-env-vars 2>/dev/null)
 marker=workshop-base
+# what can be added: a folder's requirements.txt, or in pyproject.toml
+parts="tests fineweb transformers deepspeed"
 
 say() { echo "activate.sh: $*" >&2; }
 fail() { say "$*" && exit 1; }
@@ -46,16 +51,60 @@ age() { # of this clone's commit, not of a repository around it
         git log -1 --no-show-signature --format=%ct 2>/dev/null || true
 }
 
+# Without words of its own, activate.sh sees those of the script or function
+# that sources it, such as a job's flags: these are none of ours.
+choose_parts() { # $chosen, of these words
+    local word
+    chosen=''
+    [ "${WORKSHOP_INSTALL-}" != no ] || return 0
+    for word; do
+        case " $parts " in
+        *" $word "*) chosen="$chosen${chosen:+ }$word" ;;
+        *)
+            chosen=''
+            [[ $options != *i* ]] ||
+                say "there is no part $word: choose from ${parts// /, }"
+            return 0
+            ;;
+        esac
+    done
+}
+
+meets() { # whether what these parts require is installed
+    local isolated=-I # no package of a module or of the user's home counts
+    [ ! "$system" ] || isolated=-s
+    "$venv/bin/python" "$isolated" workshop/jobs/requirements.py \
+        ${own:+--own} unmet "$@" >/dev/null 2>&1
+}
+
+is_current() { # by its marks, or by the packages that are installed
+    local part missing=''
+    [ "$whole" ] || return 1
+    [ "$(field base)" = "$(base "$venv/bin/python")" ] || return 1
+    if [ "$(field requirements)" = "$(requirements)" ]; then
+        for part in $chosen; do
+            [[ " $(field parts) " == *" $part "* ]] ||
+                missing="$missing $part"
+        done
+    else
+        missing="course $chosen"
+    fi
+    [ "$missing" ] || return 0
+    [ "${WORKSHOP_INSTALL-}" != yes ] || return 1
+    # shellcheck disable=SC2086 # several words
+    meets $missing
+}
+
 must_change() { # whether the environment has to be changed, and may be
     local clone marked='' own='' mine='' whole=''
+    local again="WORKSHOP_INSTALL=yes source activate.sh${chosen:+ $chosen}"
     clone=$(field clone)
     [ ! -f "$venv/$marker" ] || marked=yes
     [ -z "$(field requirements)" ] || whole=yes
     if [ "$venv" -ef .venv ] || [ "$venv" = "$PWD/.venv" ]; then own=yes; fi
     if [ "$clone" -ef . ] || { [ "$own" ] && [ "$marked" ] &&
         [ ! -e "$clone" ]; }; then mine=yes; fi # it has moved with the clone
-    if [ "$(field requirements)" = "$(requirements)" ] &&
-        [ "$(field base)" = "$(base "$venv/bin/python")" ]; then
+    if is_current; then
         return 1
     elif { [ "$own" ] && [ ! -e "$venv" ] && [ ! -L .venv ]; } ||
         { [ "$mine" ] && { [ "$own" ] || [ ! "$whole" ]; }; } ||
@@ -73,12 +122,14 @@ must_change() { # whether the environment has to be changed, and may be
         fail "$venv stays as it is: it is not complete, activate.sh has not" \
             "made it, or you may not change it or run its Python: rename it," \
             "name an empty folder in site.sh, or ask its owner to run, with" \
-            "a Python for all, \`WORKSHOP_INSTALL=yes source activate.sh\`"
-    elif [ "$marked" ] && [ "$(field requirements)" != "$(requirements)" ]
-    then
+            "a Python for all, \`$again\`"
+    elif [ "$marked" ]; then
         echo "activate.sh: the shared environment $venv was made for other" \
             "requirements than this clone's: if something is missing, ask" \
-            "its owner to run \`WORKSHOP_INSTALL=yes source activate.sh\`"
+            "its owner to run \`$again\`"
+    elif [ "$chosen" ]; then
+        echo "activate.sh: $venv stays as it is, for activate.sh did not make" \
+            "it: install there by yourself what these need: $chosen"
     fi
     return 1
 }
@@ -205,10 +256,32 @@ run() { # show an installer's progress or, in one line, why it failed
     fail "cannot set up $venv ($why): $advice; all of it: $log"
 }
 
+list_requirements() { # $wanted: those of the course and of the parts, for uv
+    local part listed line
+    wanted=(-r requirements.txt)
+    for part in $installed; do
+        if [ -f "$part/requirements.txt" ]; then
+            wanted+=(-r "$part/requirements.txt")
+            continue
+        fi
+        listed=$("$venv/bin/python" -I workshop/jobs/requirements.py list \
+            "$part" 2>&1) || fail "pyproject.toml cannot be read: $listed"
+        while read -r line; do
+            wanted+=("$line")
+        done <<<"$listed"
+    done
+}
+
 fill() { # what another attempt has left is completed
     local cache uv made='' pins=constraints.txt wanted
     local reinstall=--reinstall # what an interruption has left in part
-    wanted=(-r requirements.txt -r tests/requirements.txt)
+    local part installed
+    # those of before stay up to date
+    installed=$(field parts)
+    for part in $chosen; do
+        [[ " $installed " == *" $part "* ]] ||
+            installed="$installed${installed:+ }$part"
+    done
     cache=$(field cache)
     cache=${cache:-.workshop-$$-$RANDOM}
     if grep -qs relocatable "$venv/pyvenv.cfg" &&
@@ -217,7 +290,8 @@ fill() { # what another attempt has left is completed
         reinstall=''
         cp "$venv/$marker" "$venv/$marker~"
     fi
-    printf '%s\n' "clone=$PWD" "cache=$cache" >"$venv/$marker"
+    printf '%s\n' "clone=$PWD" "cache=$cache" "parts=$installed" \
+        >"$venv/$marker"
     [ ! "$reinstall" ] || made=$(rm -rf "${venv:?}"/bin/python{,3,3.*} \
         "$venv"/lib/python*/site-packages/pip{,-*} && # else in part
         "$python" -m venv ${system:+"$system"} "$venv" 2>&1) ||
@@ -233,13 +307,15 @@ fill() { # what another attempt has left is completed
     # on the same disk, it is linked from there; no home's quota is filled
     export UV_CACHE_DIR=${UV_CACHE_DIR:-$venv/$cache} PIP_CONFIG_FILE=/dev/null
     export UV_INDEX_STRATEGY=unsafe-best-match PYTHONNOUSERSITE=1 # as pip
-    echo "activate.sh: installing requirements.txt (minutes, the first time)"
+    echo "activate.sh: installing requirements.txt" \
+        "${installed:+and those of $installed }(minutes, the first time)"
     uv=$(type -P uv) && "$uv" --version >/dev/null 2>&1 || uv=$venv/bin/uv
     "$uv" --version >/dev/null 2>&1 || run "$venv/bin/python" -m pip install \
         -c "$pins" uv
     [ ! "$reinstall" ] || run "$uv" venv -q --relocatable --allow-existing \
         --python "$(type -P "$python")" --prompt workshop \
         ${system:+"$system"} "$venv"
+    list_requirements
     if [ "$system" ]; then # uv does not see what the site has: pip chooses
         pins=$venv/$cache/torch.txt
         "$venv/bin/python" -c 'from importlib.metadata import version
@@ -267,7 +343,8 @@ if importlib.util.find_spec("torch"): import torch' 2>&1) ||
             "too many"
     rm -rf "${venv:?}/$cache" "$venv/$marker~"
     printf '%s\n' "clone=$PWD" "base=$(base "$venv/bin/python")" \
-        "age=$(age)" "requirements=$(requirements)" >"$venv/$marker"
+        "age=$(age)" "parts=$installed" "requirements=$(requirements)" \
+        >"$venv/$marker"
 }
 
 # Git sees a notebook without its outputs and without what JupyterLab notes of
@@ -295,8 +372,26 @@ in_terminal() {
         "run \`source $(printf %q "$PWD/activate.sh")\` in a terminal first"
 }
 
+suggest_tests() { # in a line what pytest needs, if the packages are not here
+    local own='' place
+    if [[ " $chosen " == *" tests "* ]] || meets tests; then
+        return 0
+    fi
+    place=$(field archive)
+    if [ ! -f "$venv/$marker" ]; then
+        echo "For pytest: pip install -r tests/requirements.txt"
+    elif [ "$venv" -ef .venv ]; then
+        echo "For pytest: source activate.sh tests"
+    else
+        echo "For pytest, the owner of ${place:-$venv} runs:" \
+            "WORKSHOP_INSTALL=yes source activate.sh tests"
+    fi
+}
+
 make() {
+    local chosen options=$3
     cd -P "$(dirname "${BASH_SOURCE[0]}")"
+    choose_parts "${@:4}"
     while [[ $venv == ?*/ ]]; do venv=${venv%/}; done
     venv=$(cd -P -- "$venv" 2>/dev/null && pwd && exit
         cd -P -- "${venv%/*}" 2>/dev/null || { echo "$venv" && exit; }
@@ -315,6 +410,7 @@ make() {
     fi
     [ "${WORKSHOP_INSTALL-}" != no ] || exit 0
     filter_notebooks 2>/dev/null || true
+    suggest_tests
     # GPT-2's vocabulary, quietly; only a shell that sets it up waits for it
     { [ -n "$(find "$TIKTOKEN_CACHE_DIR" -type f ! -name '*.tmp' |
         sed -n 2p)" ] || "$venv/bin/python" -c 'import signal
@@ -383,4 +479,4 @@ if [ "${1-}" != make ]; then
     [ "$1" = pack ] || [ -r "$venv" ] ||
         fail "$2 cannot be read: \`setup.sh pack\` makes it"
 fi
-"$1" "$venv"
+"$1" "$venv" "${@:3}"

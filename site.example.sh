@@ -68,7 +68,8 @@
 # --- An environment for everyone --------------------------------------------
 # The owner of this folder sources activate.sh while it is empty: that sets it
 # up. All others use it as it is, with the packages and scripts of their own
-# clone. Later, only `WORKSHOP_INSTALL=yes source activate.sh` changes it.
+# clone. Later, only `WORKSHOP_INSTALL=yes source activate.sh` changes it; a
+# word adds a part, such as `source activate.sh fineweb`.
 #
 #   WORKSHOP_VENV=/shared/workshop/venv
 #

@@ -40,8 +40,8 @@ class Zero(DeepSpeedStrategy):
         require(device.type in DEVICES, "Lightning runs DeepSpeed on NVIDIA "
                 f"GPUs, not on {device.type}: use --strategy fsdp2")
         require(importlib.util.find_spec("deepspeed"), "DeepSpeed is not "
-                "installed: pip install -r deepspeed.txt, or use "
-                "--strategy fsdp2")
+                "installed: `source activate.sh deepspeed` installs it; or "
+                "use --strategy fsdp2")
 
     def setup(self, trainer: L.Trainer) -> None:
         """Keep a whole copy, on the CPU, to save from and load into."""

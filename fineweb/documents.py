@@ -14,7 +14,7 @@ from backstage.errors import UserError, require
 CACHE = Path(__file__).resolve().parent / ".cache"
 ROWS = 512  # documents in a batch, at most
 TEXT = {".txt", ".text", ".md", ".rst"}
-NEEDS = "pip install -r fineweb/requirements.txt"
+NEEDS = "source activate.sh fineweb"
 
 
 @dataclass

@@ -26,6 +26,7 @@ from rankcheck_testing.support import (  # noqa: F401 tests import them here
     python,
 )
 from workshop import SOURCES
+from workshop.jobs.requirements import find_unmet
 
 # Also the tests of rankcheck have it: folders, processes and --whole.
 pytest_plugins = ["rankcheck_testing.isolation"]
@@ -46,6 +47,18 @@ def pytest_addoption(parser):
     parser.addoption(
         "--update", action="store_true", help="write the snapshots of views "
         "anew, in the folders snapshots/: look at what git says has changed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Stop in one line where the tests' packages are not installed."""
+    if hasattr(config, "workerinput"):  # of pytest-xdist: it has been asked
+        return
+    missing = [unmet.package for unmet in find_unmet("tests")
+               if not unmet.installed]
+    if missing:
+        raise pytest.UsageError(
+            f"the tests need {', '.join(missing)}: fix: source activate.sh "
+            "tests")
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are marked are left out

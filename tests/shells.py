@@ -26,6 +26,13 @@ PROJECT = """\
 requires = []
 build-backend = "backend"
 backend-path = ["."]
+
+[project]
+name = "gpt2-workshop"
+version = "1.0"
+
+[project.optional-dependencies]
+deepspeed = ["six>=1,<2", "one ; python_version > '3'"]
 """
 
 
@@ -58,7 +65,7 @@ def build_editable(folder, settings=None, metadata=None):
 def tiny_clone(folder):
     """A copy of the repository, in a folder whose name has spaces.
 
-    It needs two tiny packages, and has its dataset.
+    It needs two tiny packages, its tests a third, and it has its dataset.
     """
     needs("uv")  # the packages are all that is at hand
     repo = folder / "my own clone"
@@ -66,17 +73,22 @@ def tiny_clone(folder):
                 "notebooks/course_process.py")
     (repo / "pyproject.toml").write_text(PROJECT)
     (repo / "backend.py").write_text(BACKEND)
-    for name in "requirements.txt", "constraints.txt":
-        (repo / name).write_text("one==1.0\n")
-    (repo / "tests/requirements.txt").write_text("two\n")
+    (repo / "constraints.txt").write_text("one==1.0\n")
+    needing(repo, "one==1.0")
+    (repo / "tests/requirements.txt").write_text("five  # for tests\n")
     (repo / "wheels").mkdir()
-    for name in "one", "two", "three":
+    for name in "one", "two", "three", "five", "six":
         wheel(repo / "wheels", name, {f"{name}.py": f"name = '{name}'\n"})
     for pip in Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"):
         shutil.copy(pip, repo / "wheels")
     (repo / "fineweb/demo").mkdir()
     (repo / "fineweb/demo/manifest.json").touch()
     return repo
+
+
+def needing(repo, *packages):
+    """Let the clone require these packages, and `two`."""
+    (repo / "requirements.txt").write_text("\n".join([*packages, "two", ""]))
 
 
 def environment(repo, **changes):
@@ -91,9 +103,10 @@ def environment(repo, **changes):
     return env | changes
 
 
-def command(repo, then="", before="", shell="bash"):
+def command(repo, then="", before="", shell="bash", words=""):
+    """What sources activate.sh with these words, as a command."""
     return [*SHELLS[shell], "-c", f"{before}\n"
-            f"source {shlex.quote(str(repo / 'activate.sh'))}\n"
+            f"source {shlex.quote(str(repo / 'activate.sh'))} {words}\n"
             f"echo status=$?\n{then}"]
 
 
@@ -112,14 +125,14 @@ def killed(words, moment, env, number=signal.SIGKILL):
         shell.wait()
 
 
-def source(repo, then="", before="", shell="bash", **changes):
+def source(repo, then="", before="", shell="bash", words="", **changes):
     """Source activate.sh from elsewhere; what it printed, and its errors.
 
     The shell has to survive, and says `status=…`.
     """
     needs(shell)
     ran = subprocess.run(
-        command(repo, then, before, shell), cwd=repo.parent,
+        command(repo, then, before, shell, words), cwd=repo.parent,
         env=environment(repo, **changes), stdin=subprocess.DEVNULL,
         capture_output=True, text=True)
     assert "status=" in ran.stdout, ran

@@ -18,6 +18,7 @@ from zipfile import ZipFile
 import pytest
 from conftest import commit_all, git, needs, program, tracked
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from shells import (
     CLOSED,
     PACKAGES,
@@ -26,6 +27,7 @@ from shells import (
     environment,
     killed,
     named,
+    needing,
     refused,
     source,
     tiny_clone,
@@ -46,10 +48,6 @@ YES = {"WORKSHOP_INSTALL": "yes"}
 def desk(tmp_path_factory, set_up):
     """A clone that is set up; a test that changes it puts it back."""
     return set_up(tmp_path_factory.mktemp("desk"))[0]
-
-
-def needing(repo, *packages):
-    (repo / "requirements.txt").write_text("\n".join([*packages, ""]))
 
 
 def imports(venv, *packages):
@@ -367,6 +365,125 @@ def test_an_interrupted_set_up_goes_on(tmp_path):
     assert not (repo / ".venv").exists()
 
 
+# ------------------------------------------------- parts, such as the tests
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_tests_packages_come_with_a_word(set_up, tmp_path, shell):
+    """Without them a line says so; once they are there, they stay."""
+    repo, venv = set_up(tmp_path)
+    (repo / "fineweb/requirements.txt").write_text("three\n")
+    hint = "For pytest: source activate.sh tests\n"
+    assert hint in works(repo, shell=shell) and not imports(venv, "five")
+    out = works(repo, 'echo "left: $*"', words="tests fineweb", shell=shell,
+                before="set -- of the shell")
+    assert "those of tests fineweb" in out and hint not in out, out
+    assert out.endswith("left: of the shell\n"), out
+    assert imports(venv, "one", "two", "three", "five")
+    for words in "", "tests", "fineweb tests":
+        out = works(repo, words=words, shell=shell, **NO_NETWORK)
+        assert "installing" not in out and hint not in out, out
+    (repo / "tests/requirements.txt").write_text("five\nsix\n")
+    out = works(repo, **NO_NETWORK)
+    assert "installing" not in out and hint in out, out
+    needing(repo, "one<2")  # nothing to do, but for the tests
+    assert "installing" in works(repo, words="tests")
+    assert imports(venv, "six")
+
+
+def test_a_new_environment_with_parts(tmp_path):
+    """Also of pyproject.toml; an interrupted one keeps them."""
+    repo = tiny_clone(tmp_path)
+    venv = repo / ".venv"
+    killed(command(repo, words="tests deepspeed"),
+           lambda: list(venv.glob(".workshop-[0-9]*/*")), environment(repo))
+    assert "those of tests deepspeed" in works(repo, PACKAGES)
+    assert imports(venv, "one", "two", "five", "six")
+    assert not imports(venv, "three")
+
+
+def test_words_that_are_not_for_it(set_up, tmp_path):
+    """Those of a script that sources it, and of a job; a wrong one is named.
+
+    Such a script's are all that it sees, if it is sourced without words.
+    """
+    repo, venv = set_up(tmp_path)
+    for before in "set -- --preset tiny tests", "set -- tests else":
+        assert "installing" not in works(repo, PACKAGES, before=before)
+    works(repo, words="tests", WORKSHOP_INSTALL="no")
+    assert not imports(venv, "five")
+    said = subprocess.run(
+        ["bash", repo / "setup.sh", "make", venv, "", "himBH", "tests",
+         "test"], env=environment(repo) | {"TIKTOKEN_CACHE_DIR": str(repo)},
+        capture_output=True, text=True)
+    assert said.returncode == 0 and not imports(venv, "five")
+    assert said.stderr == ("activate.sh: there is no part test: choose from "
+                           "tests, fineweb, transformers, deepspeed\n")
+
+
+def make_former(venv):
+    """Let an environment be that of an activate.sh before there were parts."""
+    marker = venv / "workshop-base"
+    text = re.sub("(?m)^parts=.*\n", "", marker.read_text())
+    marker.write_text(re.sub("(?m)^requirements=.*", "requirements=1 1", text))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_former_environment_is_used_while_it_fits(set_up, tmp_path, shared):
+    """Without an installation and without a word, also for the tests."""
+    repo, venv = set_up(tmp_path, shared=shared)
+    works(repo, words="tests", **YES)
+    make_former(venv)
+    before = (venv / "workshop-base").read_text()
+    other = tiny_clone(tmp_path / "other")
+    if shared:
+        named(other, venv)
+    for clone in {repo, other if shared else repo}:
+        for words in "", "tests":
+            out = works(clone, PACKAGES, words=words, **NO_NETWORK)
+            assert out.count("\n") == 4, out  # its two lines, and ours
+    works(repo, WORKSHOP_INSTALL="no")
+    assert (venv / "workshop-base").read_text() == before
+    needing(repo, "one>=2")
+    if shared:
+        assert "if something is missing" in works(repo, **NO_NETWORK)
+    else:
+        refused(source(repo, **NO_NETWORK), "cannot set up")
+        refused(source(repo, WORKSHOP_INSTALL="no"), "a job installs nothing")
+
+
+def test_the_clones_own_commands_have_to_be_there(set_up, tmp_path):
+    """An environment of before they had another name is made anew."""
+    repo, venv = set_up(tmp_path)
+    make_former(venv)
+    assert "installing" not in works(repo)
+    with open(repo / "pyproject.toml", "a") as file:
+        file.write('[project.scripts]\nrankcheck = "rankcheck:start"\n')
+    assert "installing" in works(repo)
+    assert "installing" not in works(repo)
+
+
+def test_parts_of_a_shared_environment(set_up, tmp_path):
+    """Only its owner's word adds them; what others can do is said."""
+    maker, venv = set_up(tmp_path, shared=True)
+    other = tiny_clone(tmp_path / "other")
+    named(other, venv)
+    advice = "WORKSHOP_INSTALL=yes source activate.sh tests"
+    for repo in maker, other:
+        out = works(repo)
+        assert f"the owner of {venv} runs: {advice}\n" in out, out
+        out = works(repo, words="tests")
+        assert f"ask its owner to run `{advice}`\n" in out, out
+        assert out.count("pytest") == 0 and not imports(venv, "five")
+    assert "installing" in works(maker, words="tests", **YES)
+    for repo in maker, other:
+        assert "source activate.sh" not in works(repo, words="tests")
+    assert imports(venv, "five")
+
+
+# ------------------------------------------------- whose environment it is
+
+
 def test_what_this_clone_has_not_made_stays(set_up, tmp_path):
     """In the clone's own place; a link is its own if it has made it there."""
     repo, venv = set_up(tmp_path)
@@ -599,7 +716,10 @@ def test_an_environment_made_by_hand_is_left_alone(tmp_path):
     (site / "packages.pth").write_text(sysconfig.get_path("purelib"))
     named(repo, venv)
     made = set(venv.iterdir())
+    out, err = source(repo, words="tests deepspeed")
+    assert "did not make" in out and not err, out + err
     out, err = source(repo, "echo $TIKTOKEN_CACHE_DIR")
+    assert "For pytest: pip install -r tests/requirements.txt\n" in out
     assert out.endswith(f"status=0\n{repo}/fineweb/.cache/tiktoken\n"), err
     assert set(venv.iterdir()) == made
 
@@ -641,7 +761,8 @@ def test_a_clone_that_moves_and_the_sites_own_pytorch(set_up, tmp_path):
     marker = venv / "workshop-base"  # another Python
     marker.write_text(re.sub("(?m)^base=.*", "base=3 9", marker.read_text()))
     refused(source(repo, WORKSHOP_INSTALL="no"), "not up to date")
-    assert "status=0" in source(repo, PYTHONPATH=str(module))[0]
+    out, err = source(repo, words="tests deepspeed", PYTHONPATH=str(module))
+    assert "status=0" in out and imports(venv, "five", "six"), out + err
     stays(venv)
 
 
@@ -652,10 +773,14 @@ def test_the_pins_are_for_any_patch_release_of_python():
     """Debian 12 has 3.11.2, Ubuntu 24.04 has 3.12.3: here may be a later."""
     first = "{}.{}.0".format(*sys.version_info)
     pins = (ROOT / "constraints.txt").read_text().split()
+    pinned = 0
     for package in distributions():
-        if f"{package.name}=={package.version}" in pins:
+        name = canonicalize_name(package.name)
+        if f"{name}=={package.version}" in pins:
+            pinned += 1
             needed = package.metadata.get("Requires-Python", "")
             assert first in SpecifierSet(needed), (package.name, needed)
+    assert pinned > 50
 
 
 def test_shellcheck():

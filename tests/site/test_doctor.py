@@ -107,6 +107,16 @@ def test_without_packages_it_says_what_is_missing(repo):
     assert "torch" in answers["device"][1]
 
 
+def test_it_says_what_pytest_needs(repo):
+    sign, answer = run(repo)["packages"]
+    assert sign == "ok" and "pytest" not in answer
+    (repo / "tests").mkdir()
+    (repo / "tests" / "requirements.txt").write_text("pytest\nnowhere\n")
+    sign, answer = run(repo)["packages"]
+    assert sign == "ok"
+    assert answer.endswith("; for pytest: source activate.sh tests")
+
+
 def test_a_torch_that_does_not_load_is_one_line(repo):
     (repo / "torch").mkdir()
     copy_course(repo, "solutions", "code")

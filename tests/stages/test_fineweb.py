@@ -363,7 +363,7 @@ def test_what_does_not_fit_or_is_missing(corpus, tmp_path, tool):
         "raise ModuleNotFoundError(\"No module named 'pyarrow'\")\n")
     assert refuses(run("fineweb", *flags, env={
         "PYTHONPATH": f"{tmp_path}:{FOLDER.parent}"}),
-                   "pyarrow is missing: pip install -r")
+                   "pyarrow is missing: source activate.sh fineweb")
 
 
 # ----------------------------------------------- counting, splitting, reading

@@ -27,6 +27,7 @@ from workshop.as_torchrun import join_world
 from workshop.jobs import git
 from workshop.jobs.interpreter import PACKAGES, last_line
 from workshop.jobs.originals import require_originals
+from workshop.jobs.requirements import find_unmet
 from workshop.stages import require_writable
 
 ROOM = 4.5  # GB: three times 124M parameters with AdamW's moments, in fp32
@@ -108,7 +109,11 @@ def ask_packages() -> str:
     missing = [name for name in PACKAGES
                if importlib.util.find_spec(name) is None]
     require(not missing, f"{', '.join(missing)} missing: {ACTIVATE}")
-    return ", ".join(PACKAGES)
+    answer = ", ".join(PACKAGES)
+    tests = ROOT / "tests" / "requirements.txt"
+    if tests.is_file() and find_unmet("tests"):
+        answer += "; for pytest: source activate.sh tests"
+    return answer
 
 
 def ask_device() -> str:

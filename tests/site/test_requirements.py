@@ -1,0 +1,113 @@
+"""What is required, and what is missing."""
+
+import re
+import subprocess
+import sys
+import venv as virtual
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from conftest import link_package
+from packaging.requirements import Requirement
+
+from backstage import ROOT
+from workshop.jobs import requirements
+from workshop.jobs.requirements import Unmet
+
+
+def read_parts() -> list[str]:
+    """Read the names of the parts from setup.sh."""
+    found = re.search('(?m)^parts="(.*)"$', (ROOT / "setup.sh").read_text())
+    assert found is not None
+    return found[1].split()
+
+
+def test_the_parts_are_those_that_have_requirements():
+    folders = {path.parent.name for path in ROOT.glob("*/requirements.txt")}
+    extras = requirements.read_project()["project"]["optional-dependencies"]
+    assert {*read_parts()} == folders | {*extras}
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for part in read_parts():
+        assert f"\n| `{part}` |" in text, part
+
+
+def test_no_package_is_required_twice():
+    """By attendees and for the tests, too: then only the first is read."""
+    names = [Requirement(line).name for part in (requirements.COURSE, "tests")
+             for line in requirements.read_part(part)]
+    twice = {name for name in names if names.count(name) > 1}
+    assert twice == {"tiktoken"}  # fineweb/ can be used by itself
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone that requires what is here, and what is not."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "requirements.txt").write_text(
+        "# a comment\npytest>=8 # and a comment\nnowhere<2\n"
+        "absent ; sys_platform == 'plan9'\n-r tests/more.txt\n--pre\n")
+    (tmp_path / "tests/more.txt").write_text("packaging>=999\n")
+    command, = metadata.entry_points(group="console_scripts", name="pytest")
+    (tmp_path / "pyproject.toml").write_text(
+        f'[project]\nscripts = {{ pytest = "{command.value}",'
+        ' pip9 = "pip:main", pygmentize = "theirs:main" }\n'
+        'optional-dependencies = { more = ["nowhere[all]>=1"] }\n'
+        '[tool.setuptools]\npackages = ["pytest", "nowhere", "pytest.no"]\n')
+    return tmp_path
+
+
+def test_what_is_not_met_is_named(clone):
+    version = metadata.version("packaging")
+    assert requirements.find_unmet("course", clone) == [
+        Unmet("nowhere", "nowhere<2"),
+        Unmet("packaging", "packaging>=999", version)]
+    assert requirements.find_unmet("more", clone) == [
+        Unmet("nowhere", "nowhere>=1")]
+    assert str(Unmet("a", "a>=2", "1")) == "a>=2 (installed: 1)"
+    with pytest.raises(KeyError):
+        requirements.find_unmet("less", clone)
+
+
+def test_a_clones_own_commands_and_packages_are_named(clone):
+    assert requirements.find_own_unmet(clone) == [
+        "pip9", "pygmentize", "nowhere"]
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory):
+    """A Python that has pytest, but not all that the tests need."""
+    folder = tmp_path_factory.mktemp("without")
+    virtual.create(folder)
+    site, = folder.glob("lib/python*/site-packages")
+    for package in "pytest", "hypothesis":
+        link_package(package, site)
+    return folder / "bin" / "python"
+
+
+def test_it_runs_by_itself(without):
+    """As setup.sh does it, in an environment without the course."""
+    file = ROOT / "workshop" / "jobs" / "requirements.py"
+    done = subprocess.run([without, "-I", file, "unmet", "tests", "course"],
+                          capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 1 and not done.stderr, done
+    assert {"transformers<6,>=5", "torch<2.16,>=2.11"} <= {*lines}
+    assert not [line for line in lines if line.startswith("pytest<")]
+    done = subprocess.run([without, "-I", file, "list", "deepspeed"],
+                          capture_output=True, text=True)
+    assert re.fullmatch(r"deepspeed>=\S+\n", done.stdout), done
+    assert done.returncode == 0
+
+
+def test_pytest_says_in_a_line_what_it_needs(without):
+    done = subprocess.run(
+        [without, "-m", "pytest", "-p", "no:cacheprovider", __file__],
+        cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert done.stdout.strip() == ""
+    line, = done.stderr.strip().splitlines()
+    assert line.startswith("ERROR: the tests need ")
+    assert line.endswith(": fix: source activate.sh tests")
+    assert "transformers" in line and "hypothesis" not in line
+    assert sys.executable != str(without)
