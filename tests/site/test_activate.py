@@ -787,7 +787,8 @@ def test_shellcheck():
     needs("shellcheck", "git")
     # those that differ only in their comments are one
     scripts = {re.sub("(?m)^#[^!].*", "", (ROOT / name).read_text()): name
-               for name in tracked(".ci/run", "*.sh")}.values()
+               for name in tracked(".ci/run", ".ci/constraints", "*.sh")
+               }.values()
     assert {"activate.sh", "batchfiles/job.sh"} <= {*scripts}
     subprocess.run(["shellcheck", *scripts], cwd=ROOT, check=True)
 

@@ -1,19 +1,35 @@
-"""What is required, and what is missing."""
+"""What is required, the tested versions of it, and what is missing."""
 
 import re
 import subprocess
 import sys
 import venv as virtual
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from conftest import link_package
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from backstage import ROOT
 from workshop.jobs import requirements
 from workshop.jobs.requirements import Unmet
+
+PINS = ROOT / "constraints.txt"
+INPUTS = ("pyproject.toml", "requirements.txt", "tests/requirements.txt",
+          "fineweb/requirements.txt")
+SYSTEMS = [
+    {"python_version": python.rpartition(".")[0],
+     "python_full_version": python, "sys_platform": system,
+     "platform_machine": machine}
+    for python in ("3.10.4", "3.11.2", "3.12.3", "3.14.0")
+    for system, machine in (("linux", "x86_64"), ("darwin", "arm64"))]
+
+
+def applies(requirement: Requirement, system: dict[str, str]) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate(system)
 
 
 def read_parts() -> list[str]:
@@ -21,6 +37,75 @@ def read_parts() -> list[str]:
     found = re.search('(?m)^parts="(.*)"$', (ROOT / "setup.sh").read_text())
     assert found is not None
     return found[1].split()
+
+
+def find_unpinned(
+        wanted: list[str], pins: list[Requirement]) -> list[str]:
+    """Find what no pin covers, on a system that it is for."""
+    unpinned = []
+    for line in wanted:
+        requirement = Requirement(line)
+        name = canonicalize_name(requirement.name)
+        for system in SYSTEMS:
+            versions = [
+                pin.specifier for pin in pins if applies(pin, system)
+                and canonicalize_name(pin.name) == name]
+            covered = len(versions) == 1 and all(
+                requirement.specifier.contains(version.version)
+                for version in versions[0])
+            if applies(requirement, system) and not covered:
+                unpinned.append(f"{name} on Python "
+                                f"{system['python_version']}")
+                break
+    return unpinned
+
+
+def read_pins() -> list[Requirement]:
+    return [Requirement(line) for line in requirements.read_file(PINS)]
+
+
+def test_the_first_line_of_the_pins_is_the_command_that_wrote_them():
+    """It is what .ci/constraints runs, and names each file and extra."""
+    first = PINS.read_text().splitlines()[0]
+    assert first.startswith("# uv pip compile --universal ")
+    script = (ROOT / ".ci" / "constraints").read_text()
+    assert first.removeprefix("# ") in " ".join(script.split())
+    words = first.split()
+    assert {*INPUTS} <= {*words} and words[-1] == "constraints.txt"
+    extras = requirements.read_project()["project"]["optional-dependencies"]
+    named = [word for before, word in pairwise(words) if before == "--extra"]
+    assert sorted(named) == sorted(extras)
+
+
+def test_each_requirement_is_pinned_and_has_a_range():
+    """But what a build of PyTorch brings, in its own versions."""
+    content = requirements.read_project()
+    left_out = content["tool"]["uv"]["pip"]["no-emit-package"]
+    wanted = [*content["dependency-groups"]["setup"]]
+    for part in (requirements.COURSE, *read_parts()):
+        wanted += requirements.read_part(part)
+    for line in wanted:
+        bounds = {each.operator for each in Requirement(line).specifier}
+        assert bounds == {">=", "<"}, line
+    pins = read_pins()
+    assert not find_unpinned(
+        [line for line in wanted
+         if Requirement(line).name not in left_out], pins)
+    for pin in pins:
+        assert not re.match("(nvidia|cuda)[-_]|triton", pin.name), pin
+        assert [each.operator for each in pin.specifier] == ["=="], pin
+
+
+def test_what_is_not_pinned_is_found():
+    pins = [Requirement(line) for line in (
+        "one==1.5 ; python_full_version < '3.11'",
+        "one==2.1 ; python_full_version >= '3.11'", "Two_b==1.0",
+        "three==1 ; sys_platform == 'linux'")]
+    for line in "one>=1,<3", "two-b<2", "three ; sys_platform == 'linux'":
+        assert find_unpinned([line], pins) == [], line
+    for line in "one>=2,<3", "three", "four":
+        name = Requirement(line).name
+        assert find_unpinned([line], pins) == [f"{name} on Python 3.10"]
 
 
 def test_the_parts_are_those_that_have_requirements():
