@@ -4,7 +4,9 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 
 import pytest
 from conftest import copy_course, git, program, python, workshop
@@ -111,6 +113,29 @@ def test_a_notebooks_outputs_stay(course, clone):
     update(clone)
     assert (clone / LESSON).read_text() == was
     assert (clone / JOB).read_text().endswith("# mine\n")
+
+
+def test_it_says_at_once_what_it_does(course, clone):
+    """Before git has done anything: on a busy node that takes long."""
+    renew(course, JOB)
+    said = update(clone).splitlines()
+    steps = ["looking at this clone", "asking for origin/main",
+             "copying what you edited", "merging origin/main"]
+    assert [line for line in said if line in steps] == steps
+    programs = clone / "programs"
+    programs.mkdir()
+    program(programs / "git", "#!/bin/sh\nsleep 600\n")
+    slow = subprocess.Popen(
+        [sys.executable, "-m", "workshop", "update"], cwd=clone,
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env={"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(clone),
+             "PYTHONPATH": f"{clone}:{clone}/rankcheck/src"})
+    try:
+        assert slow.stdout.readline() == "looking at this clone\n"
+        assert slow.poll() is None
+    finally:
+        os.killpg(slow.pid, signal.SIGKILL)
+        slow.wait()
 
 
 def run_cell(notebook):

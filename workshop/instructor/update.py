@@ -27,6 +27,7 @@ CHANGED = "diff", "--name-only", "--no-renames", "-z"
 
 def main(args: argparse.Namespace) -> None:
     """`python -m workshop update`; raises `UserError` if it cannot be done."""
+    say("looking at this clone")
     merge = ROOT / git.run("rev-parse", "--git-path", "MERGE_HEAD", advice="\
 get the course with `git clone`, and copy your code/train_gpt2.py into that")
     source = git.run("rev-parse", "--abbrev-ref", "@{upstream}", advice="`git "
@@ -36,12 +37,13 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
     require(not merge.exists() and not git.names(*CHANGED, "--diff-filter=U"),
             "a merge is not finished here: `git status` says how to go on")
     store_autostash()
-    print(f"asking for {source}", flush=True)
+    say(f"asking for {source}")
     git.run("fetch", "--quiet")
     newest = git.run("log", "-1", f"--format={source}, %h of %cs, %s", source)
     if not (news := git.names(*CHANGED, f"HEAD...{source}")):
         print(f"nothing new in {visible(newest)}")
         return
+    say("copying what you edited")
     with locked_desk():
         copies = copy_edits({name for name in news if name.endswith(".ipynb")})
         in_the_way = git.names("ls-files", "--killed", "-z") | {
@@ -52,6 +54,7 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
         # Ctrl-C, or closing the terminal, stops nothing halfway, nor git
         signal.pthread_sigmask(signal.SIG_BLOCK, {
             signal.SIGHUP, signal.SIGINT, signal.SIGTERM})
+        say(f"merging {source}")
         stashes = git.run("stash", "list")
         edited = DESK.exists() and git.names(*CHANGED, "HEAD", "--", DESK)
         try:
@@ -85,6 +88,11 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
     print(f"{len(news)} files have changed; this clone is "
           f"{visible(newest)}\nClose and "
           "reopen those that are open, then run `source activate.sh` again.")
+
+
+def say(step: str) -> None:
+    """Print what comes next at once: on a busy node each step takes long."""
+    print(step, flush=True)
 
 
 def put_back(edited: object) -> Path | None:
