@@ -14,7 +14,7 @@ set -euo pipefail
 unset CDPATH PYTHONHOME TAR_OPTIONS
 # shellcheck disable=SC2046 # several names
 unset $(git rev-parse --local-env-vars 2>/dev/null)
-marker=workshop-base
+marker=workshop-base demo=workshop-demo
 # what can be added: a folder's requirements.txt, or in pyproject.toml
 parts="tests fineweb transformers deepspeed"
 
@@ -364,6 +364,16 @@ exec cat"
     fi
 }
 
+# A shared or packed environment has the demo dataset, too, which takes a minute
+# to build: the clone that has made the environment puts it there.
+share_demo() {
+    if [ ! -e "$venv/$demo/manifest.json" ] && [ "$(field clone)" -ef . ] &&
+        [ -w "$venv" ]; then
+        "$venv/bin/python" fineweb/demo.py --out "$venv/$demo" \
+            --copy-from fineweb/demo
+    fi
+}
+
 # A job only uses what a terminal has set up.
 in_terminal() {
     [ "${WORKSHOP_INSTALL-}" != no ] || fail "$1, and a job installs nothing:" \
@@ -404,9 +414,11 @@ make() {
     fi
     if [ ! -e fineweb/demo/manifest.json ]; then
         in_terminal "there is no demo dataset"
-        "$venv/bin/python" fineweb/demo.py || fail "there is no demo dataset"
+        "$venv/bin/python" fineweb/demo.py --copy-from "$venv/$demo" ||
+            fail "there is no demo dataset"
     fi
     [ "${WORKSHOP_INSTALL-}" != no ] || exit 0
+    share_demo >/dev/null 2>&1 || true
     filter_notebooks 2>/dev/null || true
     suggest_tests
     # GPT-2's vocabulary, quietly; only a shell that sets it up waits for it

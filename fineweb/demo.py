@@ -14,6 +14,7 @@ import ast
 import importlib
 import random
 import re
+import shutil
 import sysconfig
 from dataclasses import dataclass
 from itertools import chain
@@ -54,6 +55,8 @@ class Flags:
     """Tokens in the vocabulary, including `<|endoftext|>`."""
     characters: bool = False
     """Make each character a token instead, and leave the text as it is."""
+    copy_from: Path | None = None
+    """A folder that may hold this dataset: then it is copied, not built."""
 
 
 def main():
@@ -67,6 +70,9 @@ def main():
               else flags.vocabulary_size, "seed": SEED}
     if is_there(out, source):
         print(f"{out}: the dataset is already there")
+        return
+    if flags.copy_from and copy(flags.copy_from, out, source):
+        print(f"{out}: copied from {flags.copy_from}")
         return
     texts = read_files(flags.sources) if flags.sources else read_library()
     if flags.characters:
@@ -105,6 +111,33 @@ def is_there(out, source):
     require(not other, f"{out} holds another dataset ({other}): choose "
             "another --out, or delete the folder first")
     return True
+
+
+def copy(folder, out, source):
+    """Copy a dataset to `out` if it is this one and whole: whether it was."""
+    import shards
+
+    try:
+        found = manifest.read(folder)
+        if (found is None or not found["complete"]
+                or manifest.difference(found, "demo", source)):
+            return False
+        with shards.new_folder(out) as copied:
+            for path in folder.iterdir():
+                shutil.copyfile(path, copied / path.name)
+            require_sums(found, copied)
+    except (OSError, UserError):  # not for us to read, or damaged
+        return is_there(out, source)  # another process may have made it
+    return True
+
+
+def require_sums(found, folder):
+    """Raise `UserError` unless the files are those of the manifest."""
+    sums = {entry["file"]: entry["sha256"] for entry in found["shards"]}
+    sums[dataset.TOKENS] = found["vocabulary"]["sha256"]
+    for name, checksum in sums.items():
+        require(manifest.checksum(folder / name) == checksum,
+                f"{name} is damaged")
 
 
 def read_library():

@@ -712,6 +712,26 @@ def test_a_shared_environment_of_another(desk, tmp_path):
     assert not (repo / ".venv").exists()
 
 
+def test_the_demo_dataset_comes_with_a_shared_environment(set_up, tmp_path):
+    """It is built once, by the clone that makes the environment."""
+    maker, venv = set_up(tmp_path, shared=True)
+    site, = (venv / "lib").glob("python*/site-packages")
+    (site / "more.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    shutil.rmtree(maker / "fineweb/demo")
+    out, err = source(maker)
+    assert "2,048 tokens" in out and "reading modules" in err, out + err
+    built = (venv / "workshop-demo/manifest.json").read_text()
+    assert built == (maker / "fineweb/demo/manifest.json").read_text()
+
+    attendee = tiny_clone(tmp_path / "attendee")
+    shutil.rmtree(attendee / "fineweb/demo")
+    named(attendee, venv)
+    out = works(attendee)
+    assert f"copied from {venv}/workshop-demo" in out
+    assert (attendee / "fineweb/demo/manifest.json").read_text() == built
+    assert "copied" not in works(attendee)
+
+
 def test_an_environment_made_by_hand_is_left_alone(tmp_path):
     repo = tiny_clone(tmp_path)
     venv = tmp_path / "by hand"

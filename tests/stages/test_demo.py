@@ -4,6 +4,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -204,3 +205,36 @@ def test_no_space_for_a_shard(texts, tmp_path):
     assert refuses(run("demo", *texts, "--out", out, preexec_fn=limit),
                    "File too large")
     assert not out.exists() and not list(tmp_path.glob(".*"))
+
+
+def test_one_that_is_there_is_copied_if_it_is_the_same(demo, tmp_path):
+    """And built where it is another one, or damaged."""
+    there, out = tmp_path / "there", tmp_path / "out"
+    shutil.copytree(demo, there)
+    there.chmod(0o555)  # as in somebody else's environment
+    said, progress = succeeds("demo", "--out", out, "--copy-from", there)
+    assert "copied from" in said and "modules" not in progress
+    assert contents(out) == contents(demo)
+    assert os.access(out, os.W_OK)
+    there.chmod(0o755)
+
+    def is_built():
+        shutil.rmtree(out)
+        said, _ = succeeds("demo", "--out", out, "--copy-from", there)
+        assert "copied" not in said
+        assert contents(out) == contents(demo)
+
+    shard = there / "demo_val_000000.npy"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    is_built()
+    shard.unlink()
+    is_built()
+    shard.write_bytes(data)
+    record = there / "manifest.json"
+    found = json.loads(record.read_text())
+    found["source"]["vocabulary_size"] = 300
+    record.write_text(json.dumps(found))
+    is_built()
+    shutil.rmtree(there)
+    is_built()
