@@ -88,7 +88,8 @@
 #   export TIKTOKEN_CACHE_DIR=/shared/workshop/tiktoken
 
 # --- The lessons: only the place and the reason of each change -------------
-# The code is then one click away (in a terminal: `diff ddp --no-hints`).
+# A hint in words, the lines and the code are then a click away each (in a
+# terminal: `diff ddp 7 --hints`, and `diff ddp 7 --no-hints` for the code).
 #
 #   export WORKSHOP_HINTS=yes
 

@@ -2,7 +2,7 @@
 
 A lesson's document (workshop/lessons/<stage>.md) has the reason for each
 change and the anchors that tie it to the code. Its page shows the whole diff
-of the change instead of the anchors, and folds the answers.
+of the change instead of the anchors, and folds the answers and the hints.
 """
 
 import re
@@ -58,10 +58,10 @@ def page(stage: str) -> str:
 
 
 def fold_answer(change: str) -> str:
-    """Return a change whose answer opens with a click."""
+    """Return a change whose answer and hint open with a click."""
     return re.sub(
-        r"(?m)^\*\*Answer\.\*\* ((?:.+\n)+)",
-        r"<details><summary>Answer</summary>\n\n\1\n</details>\n", change)
+        r"(?m)^\*\*(Answer|Hint)\.\*\* ((?:.+\n)+)",
+        r"<details><summary>\1</summary>\n\n\2\n</details>\n", change)
 
 
 def index_row(stage: str) -> str:

@@ -8,7 +8,7 @@ It is made of events, in the program itself or in a notebook. Beside those of
     trial     the name of the trial that begins
     answer    [title of the question, verdict] in this trial; the verdict is
               "ok", "warn", "FAIL", or "and" for what follows from a FAIL
-    cause     [which change it is, why that is made]
+    cause     [which change it is, why that is made, the lesson's hint or ""]
     picture   {"read": the samples of each step by each rank, "readers": for
               each rank a number, the same where the samples have to be the
               same, "expected": those of each step, "loss": [...], "single":
@@ -140,8 +140,7 @@ class Board:
                ] * self.is_old
         out += [paragraph(f"<strong>{self.quote(self.last)}</strong>", kind)]
         out += self.diagnoses("FAIL", "warn")
-        out += [paragraph(f"{self.quote(text)}. {self.quote(why)}", "ask")
-                for text, why in self.causes]
+        out += [self.cause(*cause) for cause in self.causes]
         rows: dict[str, dict[str, Verdicts]] = {
             verdict: {} for verdict in WORST}
         for title, verdicts in self.answers.items():
@@ -166,6 +165,14 @@ class Board:
                     one if count == 1 else more.format(count), "".join(said)
                     + (self.table(rows[verdict]) if rows[verdict] else "")))
         return "".join(out)
+
+    def cause(self, text: str, why: str, hint: str) -> str:
+        """HTML of the change that is wrong: a hint comes before the rest."""
+        text, why, hint = map(self.quote, (text, why, hint))
+        if not hint:
+            return paragraph(f"{text}. {why}", "ask")
+        return (paragraph(f"{text}. {hint}", "ask")
+                + folded("Tell me more", paragraph(why)))
 
     def diagnoses(self, *verdicts: str) -> list[str]:
         """HTML of the findings with these verdicts, a list."""

@@ -107,7 +107,8 @@ def board():
                                         "after a checkpoint", verdict]})),
             {"finding": ["FAIL", "it is off", "look"]},
             {"finding": ["and", "that is off, too", ""]},
-            {"cause": ["It is change 3 (Wrap `it`), line 7", "Why."]},
+            {"cause": ["It is change 3 (Wrap `it`), line 7", "Why.", ""]},
+            {"cause": ["It is change 5", "The `line`.", "Which of two?"]},
             {"say": "Not yet."}, {"right": False}):
         board.update(event)
     return board

@@ -65,7 +65,10 @@ SCRIPT, LESSON, NOTEBOOK = ("solutions/train_gpt2_ddp.py",
     (lambda clone: change(clone / SCRIPT, "B, T, _ = x.shape",
                           "B, T, _ = x.size()"), "no change for the hunk"),
     (lambda clone: change(clone / LESSON, "## 2. ", "## 3. "),
-     "a change begins with '## 2. '")])
+     "a change begins with '## 2. '"),
+    (lambda clone: change(clone / LESSON, "**Hint.** `i` is",
+                          "**Hint.** Think.\n\n**Hint.** `i` is"),
+     "a change has one hint")])
 def test_what_does_not_fit(clone, spoil, says):
     spoil(clone)
     status, out = check(clone, "ddp")

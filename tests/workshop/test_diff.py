@@ -8,6 +8,7 @@ import pytest
 from conftest import copy_course, copy_desk, edit, python, workshop
 
 from backstage.errors import UserError
+from slides import text as slides
 from workshop.diff import render
 from workshop.diff.diff import Diff, load_lesson
 from workshop.stages import LESSONS, STAGES
@@ -256,6 +257,37 @@ def test_the_view(look, snapshot, monkeypatch):
     assert "Change 3 is made." in render.to_text(ready, number=3)
     with pytest.raises(UserError, match=f"has changes 1 to {COUNT}"):
         render.to_text(diff, number=COUNT + 1)
+
+
+@pytest.mark.parametrize("stage, number", [
+    ("ddp", 5), ("ddp", 6), ("ddp", 7), ("ddp", 8), ("lit", 2), ("lit", 4)])
+def test_what_is_typed_has_a_hint_without_its_code(stage, number):
+    """In words alone: names such as `self.stride` are code."""
+    hint = load_lesson(stage).changes[number - 1].hint
+    assert hint
+    for line in slides.diff_of(stage, number).splitlines():
+        if line.startswith("+"):
+            assert line[1:].strip() not in hint
+            for name in re.findall(r"\w+[._]\w+", line):
+                assert name not in hint
+
+
+def test_a_hint_comes_a_step_before_the_code(look):
+    """In a notebook by clicks, in a terminal by commands."""
+    diff = look(look(STD).apply({*range(1, COUNT + 1)} - {7, 9}))
+    hint = "Which are its next two"
+    html = render.to_html(diff, hints=True)
+    steps = ["Give a hint", hint, "Show the lines", "Show the code"]
+    assert sorted(map(html.index, steps)) == [*map(html.index, steps)]
+    assert html.count("Give a hint") == 1  # change 9 has none
+    assert hint not in render.to_html(diff)
+    every = render.to_text(diff, hints=True)
+    assert hint not in every
+    assert "A hint: `python -m workshop diff ddp 7 --hints`" in every
+    seventh = render.to_text(diff, hints=True, number=7)
+    assert f"Hint: Rank 0 has read samples 0 and 1. {hint}" in seventh
+    assert "self.stride" not in seventh
+    assert hint not in render.to_text(diff, number=7)
 
 
 def test_the_next_change_is_the_one_that_was_touched_last(look):

@@ -22,6 +22,7 @@ from backstage.flags import parse
 from slides import build, figures, lessons, schedules, text
 from workshop import __main__ as tools
 from workshop.check.questions import QUESTIONS
+from workshop.diff import documents
 from workshop.stages import LESSONS
 
 DECKS = [*text.DECKS, *(f"course {length}" for length in text.LENGTHS[:-1])]
@@ -63,7 +64,12 @@ def test_a_lessons_page_shows_every_line_that_changes():
         counts = tuple(len(re.findall(rf"^{re.escape(sign)}.*\S", rows, re.M))
                        for sign in "-+")
         assert counts == text.changed_lines(stage), stage
-        assert page.count("<details>") == page.count("**Predict") > 0
+        for summary, count in (
+                ("Answer", page.count("**Predict")),
+                ("Hint", sum(bool(change.hint)
+                             for change in documents.load(stage)))):
+            assert page.count(f"<summary>{summary}</summary>") == count
+        assert "**Predict" in page and "**Hint" not in page
         assert "**Answer" not in page
     change, = re.findall(r"^## 10\. .*?(?=^## )", lessons.page("ddp"),
                          re.M | re.S)

@@ -217,7 +217,7 @@ class Experiment:
             self.out.say(
                 f"        It is change {change.number}{change.place}.")
         text = f"Change {change.number} ({tried.title}){change.place}"
-        give_reason(self.out, text, first_sentences(tried.why))
+        give_reason(self.out, text, first_sentences(tried.why), tried.hint)
 
 
 def make_report(bench: Bench, outcomes: Sequence[Outcome]) -> Report:
@@ -306,7 +306,7 @@ def diagnose(bench: Bench, out: Quiet, outcome: Outcome,
     if 2 * len(diff.left) > diff.total or mine.other_stage():
         left = f"{len(diff.left)} of {diff.total} changes are left"
         out.say(f"        {left}. {advice(mine)}")
-        out.report(cause=[left, advice(mine)])
+        out.report(cause=[left, advice(mine), ""])
         return
     items = localise.in_order(diff, mistake.lines)
     # what a script with these differences shows; None: it is right, or no
@@ -379,12 +379,14 @@ def tell_cause(out: Quiet, diff: Diff, part: Sequence[Left],
     out.say(f"        {text}.")
     kept = localise.kept_lines(diff, part)
     changes = [item for item in part if item.number]
-    reason = ""
+    reason, hint = "", ""
+    if changes:
+        hint = changes[0].hint
     if kept:  # a change's reason would be another
         reason = f"The lesson keeps this line: `{kept}`."
     elif changes:
         reason = first_sentences(changes[0].why)
-    give_reason(out, text, reason)
+    give_reason(out, text, reason, hint)
 
 
 def first_sentences(why: str) -> str:
@@ -393,14 +395,16 @@ def first_sentences(why: str) -> str:
     return " ".join(re.split(r"(?<=[.!?]) ", paragraph)[:2])
 
 
-def give_reason(out: Quiet, text: str, reason: str) -> None:
+def give_reason(out: Quiet, text: str, reason: str, hint: str = "") -> None:
     """Tell why the lesson makes a change.
 
     Args:
         out: is told.
         text: what was found, for a notebook.
         reason: "" where the script differs from the lesson otherwise.
+        hint: the lesson's, in words, which comes first; "" where it has none.
     """
-    if reason:
-        out.say(f"        {reason}")
-    out.report(cause=[text, reason])
+    for words in hint, reason:
+        if words:
+            out.say(f"        {words}")
+    out.report(cause=[text, reason, hint])

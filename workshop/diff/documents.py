@@ -20,6 +20,10 @@ with `**Predict and check.**`, and the answer quotes the check:
 
     **Answer.** Both take device 0. The check says: `rank 1 asks for ...`.
 
+A paragraph that begins with `**Hint.**` leads to the code in words. It is
+shown before the code where an instructor asks for hints, and with a check's
+answer.
+
 The code itself is in solutions/: an anchor ties a change to the lines of the
 diff between the two stages. `python -m workshop diff STAGE` shows them all.
 """
@@ -27,7 +31,7 @@ diff between the two stages. `python -m workshop diff STAGE` shows them all.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from backstage.errors import require
 from backstage.files import show_path
@@ -36,7 +40,7 @@ from workshop.stages import LESSONS, STAGES
 # its kind, its rows, and its end, where it has one
 BLOCK = re.compile(r"^```(.*)\n((?:(?!```).*\n)*)(```$)?", re.M)
 PREDICT, CHECK = "**Predict.** ", "**Predict and check.** "
-ANSWER = "**Answer.** "
+ANSWER, HINT = "**Answer.** ", "**Hint.** "
 
 
 @dataclass
@@ -59,6 +63,8 @@ class Change:
     predict: str = ""  # a question, or "" where the lesson has none
     answer: str = ""  # to the question
     checked: bool = False  # the check of this change alone answers it
+    # leads to the code in words, or ""; a picture of the lesson has none
+    hint: str = field(default="", repr=False)
 
 
 def load(stage: str) -> list[Change]:
@@ -99,10 +105,13 @@ def parse(text: str, name: str) -> list[Change]:
             r"\n\s*\n", BLOCK.sub("\n\n", body).strip()) if part]
         asked, answers = ([part for part in parts if part.startswith(begins)]
                           for begins in ((PREDICT, CHECK), ANSWER))
-        prose = [part for part in parts if part not in asked + answers]
+        hints = [part for part in parts if part.startswith(HINT)]
+        prose = [part for part in parts if part not in asked + answers + hints]
         require(prose, begin, "the change has no why")
         require(len(answers) == len(asked) < 2, begin, "a change asks one "
                 f"question or none, which has an answer, '{ANSWER}...'")
+        require(len(hints) < 2, begin, f"a change has one hint, '{HINT}...', "
+                "or none")
         blocks = [*BLOCK.finditer(section)]
         require(len(blocks) == 1, begin, "a change has one block of anchors, "
                 f"```diff ... ```, and this has {len(blocks)}")
@@ -120,5 +129,7 @@ def parse(text: str, name: str) -> list[Change]:
             change.predict = asked[0].split(".** ", 1)[1]
             change.answer = answers[0].split(".** ", 1)[1]
             change.checked = asked[0].startswith(CHECK)
+        if hints:
+            change.hint = hints[0].removeprefix(HINT)
         changes.append(change)
     return changes

@@ -224,6 +224,8 @@ def to_text(diff: Diff, colour: bool = False, hints: bool = False,
             out += ["", wrap(f"Predict: {question(diff, item)}"), wrap(
                 f"(the answer: {lesson}, change {item.number})")]
         if hints:
+            if number is not None and item.hint:
+                out += ["", wrap(f"Hint: {item.hint}")]
             continue
         for line, sign, parts in rows(
                 diff.yours.lines, diff.goal.lines, item.edits):
@@ -233,6 +235,10 @@ def to_text(diff: Diff, colour: bool = False, hints: bool = False,
                            for part, differs in parts)
             out.append(f"{line or '':>5} {paint(sign or '...', *codes)} {text}"
                        .rstrip())
+    hinted = next((item for item in shown if item.hint), None)
+    if hints and hinted and number is None:
+        out += ["", "A hint: `python -m workshop diff "
+                f"{diff.stage} {hinted.number} --hints`"]
     if hints and shown:
         which = diff.stage + (f" {number}" if number else "")
         out += ["", f"The code: `python -m workshop diff {which} --no-hints`"]
@@ -315,7 +321,10 @@ def strip(diff: Diff, left: list[Left]) -> str:
 
 
 def change(diff: Diff, item: Left, hints: bool) -> str:
-    """Why, what to predict, the answer folded, and the code."""
+    """Why, what to predict, the answer folded, and the code.
+
+    hints: a step with each click: a hint in words, the lines, the code.
+    """
     def fold(summary: str, content: str) -> str:
         id = f"{anchor(diff, item.number)}-{summary.split()[-1].lower()}"
         return folded(summary, content, f' id="{id}"' * bool(item.number))
@@ -329,10 +338,12 @@ def change(diff: Diff, item: Left, hints: bool) -> str:
     about = (f"change {item.number}" if item.number else
              "a difference that is not in the lesson")
     code = code_box(view, f"The code of {about}")
-    if hints:  # a step with each click
+    if hints:
         before = code_box((row for row in view if row[1] != "+"),
                           f"The lines of {about}")
         code = fold("Show the lines", before + fold("Show the code", code))
+        if item.hint:
+            code = fold("Give a hint", paragraph(quote(item.hint)) + code)
     return "".join(why) + code
 
 
