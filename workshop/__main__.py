@@ -36,7 +36,11 @@ COMMANDS = {
         "reset": CourseCommand(
             "workshop.diff.command",
             "Replace your script by a stage's finished one; your version is "
-            "backed up.", function="reset")},
+            "backed up.", function="reset"),
+        "certificate": CourseCommand(
+            "workshop.certificate",
+            "Write a page that says which checks have passed here, and when, "
+            "with a text by your model.")},
     "a job": {
         "launch": CourseCommand(
             "workshop.jobs.launch",

@@ -44,7 +44,8 @@ HOUSES = {
         "jobs": "jobs.* as_torchrun",
         "check": "check.*",
         "notebook": "notebook.*",
-        "commands": "__main__ dev diff.command instructor.update"}}
+        "commands":
+            "__main__ certificate dev diff.command instructor.update"}}
 PACKAGES = {  # besides torch: the site's own
     "rankcheck.system.hook.sitecustomize": {"sitecustomize"}}
 TOOLS = {
