@@ -26,6 +26,25 @@ def compare(what, measured, formula):
     print(f"{what}: {measured:,} bytes, by the formula {formula:,}")
 
 
+class Comparison:
+    """The same for several cases: a table, with two columns for each."""
+
+    def __init__(self, *cases):
+        self.cases, self.rows = cases, {}
+
+    def add(self, what, measured, formula):
+        """Add to the row of this name what belongs to the next case."""
+        self.rows.setdefault(what, []).extend((measured, formula))
+
+    def print(self):
+        """Print the table, in lines that are as wide as a cell's."""
+        print(" " * 18 + "".join(f"{case:>18}" for case in self.cases))
+        print(f"{'bytes':18}" + f"{'measured':>9}{'formula':>9}"
+              * len(self.cases))
+        for what, row in self.rows.items():
+            print(f"{what:18}" + "".join(f"{count:>9,}" for count in row))
+
+
 def saved_bytes(model, x, y):
     """The bytes of activations that are kept for the backward pass.
 

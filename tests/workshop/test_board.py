@@ -56,6 +56,8 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch):
     about = ElementTree.fromstring(pictures.reads(
         expected, read, readers)).find("desc").text
     assert about.startswith("step 0: rank 0 read 0 1 4 5 8 9 12 13, rank 1 ")
+    assert about.endswith(
+        ". after sample 39 the dataset begins again: it has 40.")
 
 
 NOISE = ("/x/torch/cuda.py:1: UserWarning: CUDA is not there\n",
@@ -163,3 +165,4 @@ def test_those_that_read_the_same_have_one_colour():
     read[7] = [[0, 3]]  # one of them reads another sample
     drawn = pictures.reads([[0, 1, 2, 3]], read, readers)
     assert drawn.count("stroke-dasharray") == 2
+    assert "begins again" not in drawn

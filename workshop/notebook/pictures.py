@@ -7,6 +7,7 @@ the parts below.
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,13 @@ def reads(
             f"rank {rank} read {' '.join(map(str, numbers)) or 'nothing'}"
             for rank, numbers in enumerate(samples_read)) + ".")
         y += LINE
+    last = last_sample(expected)
+    if last is not None:
+        wraps = (f"after sample {last} the dataset begins again: it has "
+                 f"{last + 1}")
+        out.append(text(0, y + 12, wraps))
+        told.append(f"{wraps}.")
+        x, y = max(x, 7 * len(wraps)), y + LINE
     if framed:
         legend = ("a frame: several ranks read it, or none; "
                   "+ n: samples of other steps")
@@ -323,6 +331,15 @@ def reads(
         x, y = max(x, 7 * len(legend)), y + LINE
     return svg(max(left + most * CELL + 34, x), y, out,
                "Which rank read which sample", " ".join(told))
+
+
+def last_sample(expected: Sequence[Sequence[int]]) -> int | None:
+    """Return the sample after which these begin with 0 again, or None."""
+    samples = list(itertools.chain(*expected))
+    for sample, following in itertools.pairwise(samples):
+        if following == 0 < sample:
+            return sample
+    return None
 
 
 def errors(single: Sequence[float | None],
