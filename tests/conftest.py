@@ -43,12 +43,6 @@ ENVIRONMENT = (  # what activate.sh needs
     "fineweb", "tests/requirements.txt")
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--update", action="store_true", help="write the snapshots of views "
-        "anew, in the folders snapshots/: look at what git says has changed")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Stop in one line where the tests' packages are not installed."""
     if hasattr(config, "workerinput"):  # of pytest-xdist: it has been asked
@@ -149,28 +143,6 @@ def commit_all(folder):
     """Make a repository of a folder, with all that is in it."""
     for words in ("init -q", "add -A", "commit -qm all"):
         git(folder, *words.split())
-
-
-@pytest.fixture
-def snapshot(request):
-    """A function that compares a view with what is kept of it.
-
-    Of a page's HTML without its style and programs, a line for each block.
-    """
-    def snapshot(name, view):
-        file = request.path.parent / "snapshots" / name
-        if file.suffix == ".html":
-            view = re.sub(r"<(style|script)>.*?</\1>", "", view, flags=re.S)
-            view = re.sub(
-                r"(?<=[^\n])(?=<(a class|details|div|h\d|p|pre|table|tr)\b)",
-                "\n", view)
-        view = f"{view.rstrip()}\n"
-        if request.config.option.update:
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(view, "utf-8")
-        assert view == file.read_text("utf-8"), (
-            f"{file}: if that is right, run pytest --update")
-    return snapshot
 
 
 @pytest.fixture(scope="session")

@@ -143,7 +143,7 @@ def test_learning_rates_that_do_not_go_on(rates, expected, says):
                   for values in (expected, rates))
     finding, = resume.learning_rates([], good, back)
     assert finding.verdict == "FAIL"
-    assert finding.text == f"{says}, in the next update"
+    assert finding.text == f"{says}, in the next step"
 
 
 @pytest.mark.parametrize(("lost", "verdict"), [

@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import clip_grad
 from torch.utils.data import DataLoader, IterableDataset
 
+from rankcheck.engine.findings import LABELS
 from rankcheck.engine.questions import Question
 from rankcheck.engine.ranks import Rank
 from rankcheck.engine.trial import Trial
@@ -530,6 +532,23 @@ def test_a_mistake(answers, name, change, question, finds):
     assert question in found and expected.matches(found[question]), found
 
 
+def test_the_words_of_the_findings(answers, snapshot):
+    """A page with what is found in each case, to be read as text."""
+    page = {}
+    for name, change, question, _ in CASES:
+        finding = answers(name, change)[question]
+        label = LABELS.get(finding.verdict, finding.verdict)
+        text = f"{label}  {finding.text}\n"
+        if finding.advice:
+            text += f"  fix: {finding.advice}\n"
+        page[text] = None
+    for question in QUESTIONS:
+        page[f"ok  {question.title}"] = None
+    # such digits are a machine's own
+    snapshot("verify.txt", re.sub(r"\d+\.\d{3,}|[\d.]+(?=%)", "N",
+                                  "\n".join(page)))
+
+
 @pytest.mark.parametrize("change", [
     # left out by all ranks, or after the last update of another
     lambda trials: of_all(trials, discarded=[1], skipped=[2]),
@@ -872,7 +891,7 @@ def test_all_ranks_may_see_one_gpu_alone(answers, recorded):
     change(trials)
     made = questions.verify(Runs(
         lambda planned: trials[planned.size, planned.kind], 2, 4))
-    assert any("all take number 0" in text for text in made.not_checked)
+    assert any("all use GPU 0" in text for text in made.not_checked)
 
 
 @pytest.mark.parametrize(("runs", "says"), [

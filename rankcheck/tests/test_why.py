@@ -221,7 +221,7 @@ def test_where_a_stopped_process_is_not_guessed():
         "stack": [["x.py", 3, "<module>"]], "ended": None, "answers": True,
         "state": "T"}
     said = judge([Rank(record, alive=True)])
-    assert said.kind == "a stopped process"
+    assert said.kind == "stopped process"
     assert said.text.endswith(", then in line 3 of x.py")
     record["world_size"] = 1
     assert judge([Rank(record, alive=True, fresh=True)]).kind == ""
@@ -570,7 +570,7 @@ def test_what_a_rank_starts_is_not_watched(tmp_path):
 @pytest.mark.parametrize(("others", "chosen"), [
     # a monitor loads no torch; a rank that has joined is no monitor
     ({"answers": False}, [0]), ({"began": 9, "joined": False}, [0]),
-    # both have joined: a rank is there twice, or has started another job
+    # both have joined: a duplicate rank, or has started another job
     ({"began": 9}, [0, 1]), ({"began": 9, "starter": "0"}, [0]),
     # a monitor that loads it: the launcher's own child is the rank
     ({"began": 9, "joined": False, "launched": False}, [0]),
@@ -605,16 +605,16 @@ def test_a_rank_that_only_its_launcher_has_seen(tmp_path):
     (tmp_path / "node1-7.exits").write_text(json.dumps(
         {8: {"rank": 1, "status": -7, "time": 9}}))
     assert answer(tmp_path).text.startswith(
-        "rank 1 was ended by SIGBUS, as the launcher says")
+        "rank 1 was ended by SIGBUS, according to the launcher")
 
 
 @pytest.mark.parametrize(("launcher", "last", "fault", "words"), [
-    ("torchrun", "os._exit(4)", "a rank ended", "with status 4"),
-    ("spawn", "sys.exit(3)", "a rank ended", "rank 1 ended, with "
-     "status 3, as the launcher says"),
-    ("spawn", "os.kill(os.getpid(), 14)", "a rank was killed", "rank 1 was "
+    ("torchrun", "os._exit(4)", "rank failed", "with status 4"),
+    ("spawn", "sys.exit(3)", "rank failed", "rank 1 ended, with "
+     "status 3, according to the launcher"),
+    ("spawn", "os.kill(os.getpid(), 14)", "rank killed", "rank 1 was "
      "ended by SIGALRM"),
-    ("spawn", "1 / 0", "a rank ended", "in line 6 of script.py: 1 / 0, with "
+    ("spawn", "1 / 0", "rank failed", "in line 6 of script.py: 1 / 0, with "
      )])
 @pytest.mark.whole
 def test_what_the_launcher_says_of_an_end(
@@ -777,7 +777,7 @@ def find_callee_in(thread, function):
 def test_a_deadlock_takes_two_looks():
     """That agree; and no other thread may come to what others wait for."""
     ranks = read_ranks("three_groups")
-    assert judge(ranks, lambda: ranks).kind == "each waits for the other"
+    assert judge(ranks, lambda: ranks).kind == "deadlock"
     assert judge(ranks).kind == ""
     stack = [["/home/me/train.py", 9, "main"]]
     later = read_ranks("three_groups", stack=stack, callee="time.sleep")
@@ -792,7 +792,7 @@ def test_a_deadlock_takes_two_looks():
         f"{ranks[0].folders['python']}/concurrent/futures/thread.py", 81,
         "_worker"]]]]
     later = read_ranks("three_groups", threads=idle)
-    assert judge(later, lambda: later).kind == "each waits for the other"
+    assert judge(later, lambda: later).kind == "deadlock"
 
 
 def test_an_error_that_a_rank_handles():
@@ -800,13 +800,13 @@ def test_an_error_that_a_rank_handles():
     ranks = read_ranks("finally_barrier")
     ranks[1].handles = ["KeyError", [["/home/me/data.py", 6, "read"]]]
     found = judge(ranks)
-    assert found.kind == "different collectives"
+    assert found.kind == "collective mismatch"
     assert "; rank 1 handles KeyError, raised in line 6 of data" in found.text
     assert "; handles KeyError, raised in line 6" in describe(ranks[1])
 
 
 @pytest.mark.parametrize(("written", "kind"), [
-    (9, "no record of an end"), (30, "")])
+    (9, "rank disappeared"), (30, "")])
 def test_who_wrote_after_others_had_lost_it(written, kind):
     """Was there still: they have lost another one."""
     lost = {"rank": 0, "host": "node1", "pid": 7, "written": 10, "began": 1,
@@ -970,7 +970,7 @@ def test_a_start_without_a_rank(tmp_path):
              "-c", "echo no such node >&2; exit 3"], stdout=file, stderr=file,
             env=os.environ | home)
     end = python(tmp_path, "-m", "rankcheck", "why", **home)
-    assert end.returncode == 2 and "what was started last: " in end.stdout
+    assert end.returncode == 2 and "last start: " in end.stdout
     assert end.stderr.endswith("no such node\n"), end.stderr
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from rankcheck.system import proc
 from rankcheck.system.hook import HOOK
-from rankcheck.why import answer, evidence, hang, witness
+from rankcheck.why import answer, command, evidence, hang, witness
 from rankcheck.why.ranks import Rank
 from rankcheck_testing.evidence import FOLDER, read_ranks
 from rankcheck_testing.support import HOUSE, SOURCE_PATH, program, wait_for
@@ -45,7 +46,7 @@ def test_equal_ranks_have_one_line():
     del ranks[5], ranks[40:42]
     found = answer.answer(ranks)
     assert answer.describe_missing(found).startswith(
-        "ranks 5, 41, 42, of 64, have left no evidence here: look for ranks "
+        "ranks 5, 41, 42, of 64, have left no record here: look for ranks "
         "that run without the hook")
 
 
@@ -57,10 +58,10 @@ def test_ranks_in_words(numbers, words):
 
 
 def test_what_differs_between_equal_ranks():
-    texts = ["works: process 7 (gzip) for 9 s; last wrote at 10:00:03",
-             "works: process 12 (gzip) for 10 s; last wrote at 10:00:01"]
+    texts = ["busy: process 7 (gzip) for 9 s; last wrote at 10:00:03",
+             "busy: process 12 (gzip) for 10 s; last wrote at 10:00:01"]
     assert answer.merge_words(texts) == (
-        "works: process 7-12 (gzip) for 9-10 s; last wrote at "
+        "busy: process 7-12 (gzip) for 9-10 s; last wrote at "
         "10:00:01-10:00:03")
     assert answer.merge_words(texts[:1]) == texts[0]
 
@@ -95,6 +96,22 @@ def test_the_page_names_all_fields():
         assert name in page, name
 
 
+def test_the_words_of_the_answers(snapshot, capsys):
+    """A page with the answer about each stored job, to be read as text."""
+    page = []
+    for name in sorted(path.stem for path in FOLDER.glob("*.jsonl")):
+        ranks = read_ranks(name)
+        found = answer.answer(ranks, lambda ranks=ranks: ranks)
+        command.print_finding(found.finding)
+        page += [f"# {name}", "", capsys.readouterr().out.rstrip()]
+        for group in answer.group_equal(ranks):
+            page.append(f"  {answer.describe_group(group)}")
+        page.append("")
+    # a clock shows the machine's own time zone
+    text = re.sub(r"\b\d\d:\d\d:\d\d\b", "TIME", "\n".join(page))
+    snapshot("why.txt", text)
+
+
 def ask(folder, *words, home):
     done = subprocess.run(
         [sys.executable, "-m", "rankcheck", "why", *map(str, words)],
@@ -108,14 +125,14 @@ def test_json_of_a_start(tmp_path):
     status, out, err = ask(tmp_path, "--json", home=tmp_path)
     document = json.loads(out)
     assert (status, document["status"], err) == (2, 2, "")
-    assert {*document} == FIELDS and document["schema"] == 1
+    assert {*document} == FIELDS and document["schema"] == 2
     assert "py-spy dump --subprocesses" in document["error"]
     ask(tmp_path, "run", "--", sys.executable, "-c", "1 / 0", home=tmp_path)
     status, out, err = ask(tmp_path, "--json", "--stacks", home=tmp_path)
     document = json.loads(out)
     assert (status, document["status"], document["verdict"]) == (1, 1, "FAIL")
     assert document["command"] == [sys.executable, "-c", "1 / 0"]
-    assert document["kind"] == "a rank ended" and document["blamed"] == [0]
+    assert document["kind"] == "rank failed" and document["blamed"] == [0]
     rank, = document["ranks"]
     assert rank["error"]["type"] == "ZeroDivisionError"
     assert rank["collective"] is None and rank["stack"]
@@ -309,7 +326,7 @@ def test_two_starts_at_once_in_one_folder(tmp_path):
                     "PYTHONPATH": SOURCE_PATH, "RANKCHECK_WHY": "why"}))
     assert [job.wait(60) for job in jobs] == [1, 1]
     status, out, _ = ask(tmp_path, "why", home=tmp_path)
-    assert status == 1 and out.startswith("2 jobs were started here, 0 of")
+    assert status == 1 and out.startswith("2 jobs were started here, 0 still")
     answers = out.split("\njob ")[1:]
     for port, error in (("29500", "ZeroDivisionError"),
                         ("29501", "NameError")):
@@ -318,4 +335,4 @@ def test_two_starts_at_once_in_one_folder(tmp_path):
     status, out, _ = ask(tmp_path, "why", "--json", home=tmp_path)
     document = json.loads(out)
     other, = document["other_jobs"]
-    assert document["kind"] == other["kind"] == "a rank ended"
+    assert document["kind"] == other["kind"] == "rank failed"

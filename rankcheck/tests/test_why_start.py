@@ -310,7 +310,7 @@ def test_what_was_started_last_in_a_folder_of_ones_own(tmp_path):
                     "PYTHONPATH": SOURCE_PATH, **folder})
     said = run(tmp_path)
     assert said.returncode == 1
-    assert f"{tmp_path}/aaa {sys.executable} -c 1 / 0\na rank ended: " in (
+    assert f"{tmp_path}/aaa {sys.executable} -c 1 / 0\nrank failed: " in (
         said.stdout)
     first, = (tmp_path / ".cache/rankcheck").glob("2*")
     said = run(tmp_path, first)
@@ -419,7 +419,7 @@ def test_ranks_that_run_without_the_hook(line, words, tmp_path):
             os.kill(pid, 9)
         job.wait()
     assert said.returncode == 2 and words in said.stderr, said.stderr
-    assert f"process {job.pid} runs" in said.stderr
+    assert f"process {job.pid} is running" in said.stderr
     assert "no rank has been seen" in said.stderr
 
 

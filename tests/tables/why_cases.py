@@ -45,24 +45,24 @@ GROUP = Path(f"/sys/fs/cgroup/memory/why-cases-{os.getpid()}")
 
 # The fault: what `why` may call it, and words of its reason; also of what is
 # seen, where it is not proven.
-MORE = ("a rank was killed|aborted in another line"
-        "|a rank ended(?=.*[Tt]runcate)")
+MORE = ("rank killed|aborted in another line"
+        "|rank failed(?=.*[Tt]runcate)")
 FAULTS = {
     # gloo aborts a rank that gets more than it expects, MPI raises an error
-    "skipped collective": (f"different collectives|{MORE}", "rank 1"),
+    "skipped collective": (f"collective mismatch|{MORE}", "rank 1"),
     "another order": (
-        f"different collectives|each waits for the other|{MORE}", "rank 1"),
+        f"collective mismatch|deadlock|{MORE}", "rank 1"),
     # MPICH lets it pass: then the script itself fails, one line below
     "another shape": (
-        f"different collectives|a rank ended|{MORE}", "rank 1"),
+        f"collective mismatch|rank failed|{MORE}", "rank 1"),
     # the kernel of its node is asked by another rank there, if there is one
     "killed for memory": (
-        "(?=.*(lack of memory|SIGKILL, as the launcher says))"
-        "(a rank was killed|no record of an end)", "rank 1"),
+        "(?=.*(lack of memory|SIGKILL, according to the launcher))"
+        "(rank killed|rank disappeared)", "rank 1"),
     "blocked port": ("blocked port", "from rank 1"),
     "wrong MASTER_ADDR": ("wrong MASTER_ADDR", "192.0.2.77"),
     "straggler": ("straggler", "rank 1"),
-    "dead node": ("a rank was killed|no record of an end", "rank 1"),
+    "dead node": ("rank killed|no record of an end", "rank 1"),
 }
 # Tells each rank the name of another node
 NODE = ("export SLURMD_NODENAME=node$((1 + ${RANK-${OMPI_COMM_WORLD_RANK-"

@@ -118,7 +118,7 @@ def test_the_check_warns_of_what_the_answer_quotes(
     assert check(stage, script, change=number).ok
     out = capsys.readouterr().out
     quotes = re.findall("`([^`]+)`", WARNS.search(text)[1])
-    assert quotes and "  warn  " in out
+    assert quotes and "  warning  " in out
     assert all(" ".join(quote.split()) in out for quote in quotes), out
 
 

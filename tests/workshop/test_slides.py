@@ -354,7 +354,7 @@ def test_a_course_with_a_sites_settings_fits(
     opened.goto(page.as_uri())
     opened.wait_for_selector(".bespoke-marp-active")
     assert opened.evaluate(BEYOND) == []
-    shown = opened.locator("svg[data-marpit-svg]").first.inner_text()
+    shown = opened.locator("svg[data-marpit-svg] section").first.inner_text()
     assert all(SITE[name] in shown for name in (
         "WORKSHOP_SPEAKER", "WORKSHOP_ADDRESS"))
     opened.close()

@@ -1,7 +1,8 @@
 """A pytest plugin: nothing of the user's is changed, nothing stays behind.
 
 It gives pytest a home folder and a folder for temporary files, ends what
-tests have left running, and chooses which tests run:
+tests have left running, compares pages with stored ones, and chooses which
+tests run:
 
     pytest           without those that are marked `whole` or `table`
     pytest --whole   with those that are marked `whole`
@@ -15,12 +16,13 @@ test that hangs; it needs neither. A conftest.py names it in pytest_plugins.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--tables", action="store_true", help="run all of the tables, too: "
         "scripts and jobs with mistakes that the tools have to name; hours")
+    parser.addoption(
+        "--update", action="store_true", help="write the snapshots anew, in "
+        "the folders snapshots/: look at what git says has changed")
     parser.addini(
         "long_files", "the test files that take long, in the order in which "
         "they begin: a long one at the end would run alone", type="args")
@@ -218,3 +223,26 @@ def find_left_behind() -> Iterator[LeftBehind]:
     for pid, words, variables in cleanup.all_processes():
         if mark in variables and any(words) and pid != os.getpid():
             yield LeftBehind(pid, words)
+
+
+@pytest.fixture
+def snapshot(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """A function that compares a page with what is stored of it.
+
+    Of a page's HTML without its style and programs, a line for each block.
+    """
+    def compare(name: str, view: str) -> None:
+        file = request.path.parent / "snapshots" / name
+        if file.suffix == ".html":
+            view = re.sub(r"<(style|script)>.*?</\1>", "", view, flags=re.S)
+            view = re.sub(
+                r"(?<=[^\n])(?=<(a class|details|div|h\d|p|pre|table|tr)\b)",
+                "\n", view)
+        view = f"{view.rstrip()}\n"
+        if request.config.option.update:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(view, "utf-8")
+        assert view == file.read_text("utf-8"), (
+            f"{file}: if that is right, run pytest --update")
+
+    return compare

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankcheck.engine.events import TO_ONE, Event
-from rankcheck.engine.findings import Finding, Fragment, Line, fail
+from rankcheck.engine.findings import (
+    Finding,
+    Fragment,
+    Line,
+    count_of,
+    fail,
+)
 
 if TYPE_CHECKING:  # they import the fork server, or torch
     from rankcheck.engine.ranks import Rank
@@ -23,28 +29,28 @@ EFFECT = re.compile(  # words about what another rank did, or did not
 SAID = re.compile(r"error(?: \(rank \d+\))?: (.*)")  # by the script itself
 TOOLS = f"{Path(__file__).parents[1]}/"  # this package: no script of theirs
 NO_GPU = re.compile(r"\b(CUDA|NVIDIA|NCCL|XPU|HIP)\b|accelerator device")
-ON_CPU = ("it runs on the CPU here: the script needs a way to do so, as in "
+ON_CPU = ("let the script run on a CPU, as it does here: "
           'device = "cuda" if torch.cuda.is_available() else "cpu"')
 
 
 def explain(trial: Trial) -> Finding | None:
     """Return a failure if a trial failed or hangs, else None."""
     if trial.gave_up == "flood":
-        return fail(["it prints without end: ", *where(trial, 0)],
+        return fail(["endless output: ", *where(trial, 0)],
                     kind="endless-output")
     if trial.gave_up == "endless":
         last = (trial.steps or 0) - 1
-        return fail(f"it continues after step {last}, the last step",
+        return fail(f"training continues after step {last}, the last one",
                     kind="endless-training")
     if trial.gave_up == "busy":
         done = trial.first_step + min(map(trial.updates,
                                           range(len(trial.ranks))))
-        return fail([f"it never reaches step {done} but keeps running: ",
+        return fail([f"step {done} is never reached, but the script runs: ",
                      *where(trial, 0)], numbers={"step": done},
                     kind="no-progress")
     if trial.gave_up == "waits":
-        return fail([f"made no update in {trial.patience:.0f} s, and was idle:"
-                     " ", *where_all(trial)], kind="idle")
+        return fail([f"no step in {trial.patience:.0f} s, and idle: ",
+                     *where_all(trial)], kind="idle")
     failed = [rank for rank, end in enumerate(trial.ranks)
               if end.status or (end.status is None and not trial.gave_up)]
     if not failed and trial.gave_up != "hangs":
@@ -80,7 +86,7 @@ def last_words(trial: Trial, rank: int) -> Finding:
         return fail(f"ended with an error: {own[-1]}", kind="error")
     if end.status is not None and end.status < 0:  # by no error of Python
         name = name_signal(-end.status)
-        return fail([f"was ended by {name}, ", *where(trial, rank)],
+        return fail([f"was killed by {name}, ", *where(trial, rank)],
                     kind="killed")
     errors = [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception"
                                                  r"|Exit|Interrupt)\b", line)]
@@ -97,7 +103,7 @@ def name_signal(number: int) -> str:
     names = {one.value: one.name for one in signal.Signals}
     name = names.get(number, str(number))
     if number == signal.SIGKILL:
-        name += " (is the memory full?)"
+        name += " (out of memory?)"
     return name
 
 
@@ -163,7 +169,7 @@ def where(trial: Trial, rank: int) -> list[Fragment]:
     calls = [call for call in trial.calls(rank) if call["lines"]]
     if calls:
         return [f"rank {rank} after ", Line(calls[-1]["lines"][0][0])]
-    return [f"rank {rank} after ", f"{trial.updates(rank)} steps"]
+    return [f"rank {rank} after ", count_of(trial.updates(rank), "step")]
 
 
 def where_all(trial: Trial) -> list[Fragment]:
@@ -185,8 +191,9 @@ def find_mismatch(trial: Trial) -> list[Fragment]:
                  for call in row]
         for rank, kind in enumerate(kinds):
             if kind != kinds[0]:
-                return ["the ranks part ways: ", *describe(trial, 0, row[0]),
-                        ", but ", *describe(trial, rank, row[rank])]
+                return ["collective mismatch: ",
+                        *describe(trial, 0, row[0]), ", but ",
+                        *describe(trial, rank, row[rank])]
     return []
 
 
@@ -194,9 +201,9 @@ def describe(trial: Trial, rank: int, call: Event | None) -> list[Fragment]:
     """Say which collective a rank calls. call: None if it calls no more."""
     if call is None:
         if trial.records[rank] and trial.asked("left", rank):
-            return [f"rank {rank} has made its {trial.updates(rank)} updates "
-                    "before that"]
-        return [f"rank {rank} calls nothing more"]
+            steps = count_of(trial.updates(rank), "step")
+            return [f"rank {rank} has finished its {steps}"]
+        return [f"rank {rank} makes no further collective call"]
     if not call["lines"]:
         return [f"rank {rank} calls {call['call']}"]
     line, _, called = call["lines"][0]

@@ -22,6 +22,8 @@ class Line(int):
 Fragment = Union[str, Line]  # of a sentence
 # "and": in a check, what follows from a "FAIL"
 Verdict = Literal["ok", "warn", "FAIL", "and"]
+LABELS: Mapping[str, str] = {  # of a verdict, as it is printed
+    "warn": "warning", "and": "follows"}
 
 
 class Proof(Enum):
@@ -127,7 +129,7 @@ class Report:
 
     @property
     def status(self) -> int:
-        """The exit status: 0 right, 1 a failure, 2 not verified."""
+        """The exit status: 0 correct, 1 a failure, 2 not verified."""
         if self.internal_errors:
             return 2
         if self.failures:
@@ -145,15 +147,16 @@ class Report:
         if self.internal_errors:
             errors = "; ".join(self.internal_errors)
             return (f"rankcheck itself failed: {errors}. fix: report this "
-                    "with the versions of torch and rankcheck")
+                    "with your versions of torch and rankcheck")
         if self.status != 2:
             return ""
-        return (f"not verified: {'; '.join(self.uncompared)}. fix: let one "
-                "process read the same samples (set a seed, or {n} in a "
-                "flag), or accept this by --allow-uncompared")
+        return (f"not verified: {'; '.join(self.uncompared)}. fix: make the "
+                "single-process run read the same samples (set a seed, or "
+                "use {n} in a flag), or accept this by --allow-uncompared")
 
     def __str__(self) -> str:
-        lines = [f"{one.verdict}: {one.text}" for one in self.findings]
+        lines = [f"{LABELS.get(one.verdict, one.verdict)}: {one.text}"
+                 for one in self.findings]
         if self.error:
             lines.append(f"error: {self.error}")
         return "\n".join(lines)
@@ -184,8 +187,16 @@ def as_fragments(words: str | Iterable[Fragment]) -> list[Fragment]:
 
 def counted(things: Sized, noun: str) -> str:
     """Return "1 step", "2 steps", as many as there are things."""
-    ending = "" if len(things) == 1 else "s"
-    return f"{len(things)} {noun}{ending}"
+    return count_of(len(things), noun)
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return "1 process", "2 processes", "2 steps"."""
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith(("s", "x", "ch")):
+        return f"{number} {noun}es"
+    return f"{number} {noun}s"
 
 
 def percent(error: float) -> str:

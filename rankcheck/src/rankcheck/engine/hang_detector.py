@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankcheck.engine.events import TO_ONE, Event
+from rankcheck.engine.findings import count_of
 from rankcheck.engine.ranks import Launch
 from rankcheck.engine.waits import find_stuck
 
@@ -94,7 +95,7 @@ class Patience:
         if now - self.said > SAYS and not self.reason:
             self.said = now
             text = (f"        still waiting after {now - self.begin:.0f} s: "
-                    f"{updates} updates made, over all ranks")
+                    f"{count_of(updates, 'optimizer step')} in total")
             for rank, line in enumerate(self.lines):
                 if line:
                     text += f", rank {rank} is in line {line}"

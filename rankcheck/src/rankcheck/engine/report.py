@@ -16,6 +16,8 @@ import sys
 import textwrap
 from typing import Any
 
+from rankcheck.engine.findings import LABELS
+
 
 class Quiet:
     """Reports nothing.
@@ -50,10 +52,11 @@ class Terminal(Quiet):
             self.tell(*value)
 
     def tell(self, verdict: str, text: str, hint: str) -> None:
-        """Print a finding."""
-        self.print(f"  {verdict:4}  {text}", 8)
+        """Print a finding, and what to do unless that was printed before."""
+        label = LABELS.get(verdict, verdict)
+        self.print(f"  {label:7}  {text}", 11)
         if hint and hint not in self.told:
-            self.print(f"        -> {hint}")
+            self.print(f"           fix: {hint}", 16)
         self.told.add(hint)
 
     def print(self, text: str, indent: int | None = None) -> None:

@@ -15,6 +15,9 @@ from rankcheck.verification.comparison import (
 )
 from rankcheck.verification.runs import Runs, count_updates, reduces
 
+UNSEEDED = ("the single-process run reads different samples each time: "
+            "set a seed")
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -37,17 +40,18 @@ def choose(runs: Runs) -> Choice:
     What one process cannot do is left out; a CPU stands in for GPUs where the
     script does not run without them, or each process trains alone.
     """
-    note = "it does not run without a GPU"
+    note = "the script does not run without a GPU"
     alone, refused = runs.of_first("alone")
     if refused and (alone.gave_up or alone.killed):
-        return Choice(None, [refused], "it has to train as one process first")
+        return Choice(None, [refused],
+                      "the script must train with 1 process first")
     if refused:  # by an assertion that there are several, perhaps
         together, ended = runs.of_first("together")
     else:
         together, ended = runs("together")
     if refused and ended:
-        return Choice(None, [refused, ended], "it trains neither as one "
-                      "process nor as several")
+        return Choice(None, [refused, ended], "the script trains "
+                      "neither with 1 process nor with several")
     if not (refused or ended or runs.gpus or reduces(together)
             or runs.device == "gpu"):
         runs.gpus = True
@@ -56,9 +60,9 @@ def choose(runs: Runs) -> Choice:
         runs.gpus = not fails and not fails_too and reduces(several)
         if runs.gpus:
             alone, together = one, several
-            note = "without a GPU each process trains alone"
+            note = "without a GPU each process trains by itself"
     if ended and together.killed:
-        return Choice(None, [ended], "not all ranks came to their end")
+        return Choice(None, [ended], "not all ranks finished")
     updated = all(record and record.updates for record in together.records)
     skips = find_skips(together)
     uneven = skips or count_updates(together)
@@ -70,16 +74,16 @@ def choose(runs: Runs) -> Choice:
     if uneven or (ended and not updated):
         if ended:
             uneven = [*uneven, ended]
-        return Choice(None, uneven, "the ranks have not made the same number "
-                      "of updates")
+        return Choice(None, uneven, "the ranks did not make the same number "
+                      "of steps")
     findings = []
     if runs.gpus:
-        findings.append(ok(f"{note}: a CPU stands in for GPUs, on which "
-                           'autocast("cuda") changes nothing',
+        findings.append(ok(f"{note}: GPUs are simulated on the CPU, where "
+                           'autocast("cuda") has no effect',
                            kind="cpu-stand-in"))
     if refused:
-        findings.append(warn(refused.text, "only what needs no run as one "
-                             "process was looked at",
+        findings.append(warn(refused.text, "make it run with 1 process: "
+                             "only what needs no such run was checked",
                              kind="single-process-failed"))
     if ended:
         findings.append(ended)
@@ -101,7 +105,8 @@ def compare(comparison: Comparison, findings: list[Finding]) -> Choice:
     if batches.factor == comparison.size:
         still, ended = comparison.runs("still")
         if ended:
-            comparison = replace(comparison, apart="the third run failed")
+            comparison = replace(
+                comparison, apart="the run with frozen weights failed")
         else:
             comparison = replace(comparison, still=still)
         return Choice(comparison, findings)
@@ -150,9 +155,9 @@ def reads_again(comparison: Comparison) -> Repetition:
     if again is None:
         return Repetition()
     if not again:
-        return Repetition("one process reads other samples each time that it "
-                          "is started: a seed makes them the same")
+        return Repetition(UNSEEDED)
     return Repetition(findings=[warn(
-        "what the model is given depends on Python's hashes of strings, which "
-        "differ from rank to rank and from start to start", "a set has "
-        "another order each time: sorted(set(words))", kind="string-hashes")])
+        "the model's input depends on Python's string hashes, which differ "
+        "between ranks and between runs",
+        "sort sets before their order matters: sorted(set(words))",
+        kind="string-hashes")])

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from rankcheck.engine import fork_server, run, sandbox, scratch
-from rankcheck.engine.findings import Finding, Report, warn
+from rankcheck.engine.findings import (
+    Finding,
+    Report,
+    count_of,
+    counted,
+    warn,
+)
 from rankcheck.engine.hang_detector import PATIENCE, Budget
 from rankcheck.engine.report import Events, Quiet, Terminal
 from rankcheck.engine.workspace import Workspace, open_workspace
@@ -35,8 +41,8 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False"}
 ON_CPU = {**scratch.HIDDEN,
           "ACCELERATE_USE_CPU": "true"}  # else each rank trains alone
-REMEDY = ("Name another folder for what it writes: one below the current "
-          "folder, or one with {run} in it, which is another name each time.")
+REMEDY = ("fix: let it write to another folder: one below the current "
+          "folder, or one with {run} in its name, which is new each time")
 SCHEMA = 3  # of --json: another number if a field changes or goes
 TEMPORARY = {"nodes": "tmp-nodes"}  # nothing is left in it by a run before
 IDLE = 10.0  # seconds in which no rank does anything: does it hang?
@@ -57,29 +63,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", type=int, default=2, dest="size", metavar="N",
                         help="the number of processes (2)")
     parser.add_argument("--steps", type=int, default=4,
-                        help="how many updates are watched (4)")
+                        help="how many optimizer steps are watched (4)")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu",
-                        help="where: cpu (the default), or gpu, one of this "
+                        help="cpu (the default), or gpu: one GPU of this "
                         "machine for each process")
     parser.add_argument("--patience", type=float, default=PATIENCE,
-                        metavar="SECONDS", help="how long it may be idle, as "
-                        "in a download, before it is given up "
+                        metavar="SECONDS", help="how long the script may be "
+                        "idle, as in a download, before it is stopped "
                         f"({PATIENCE:.0f})")
     parser.add_argument("--resume-with", metavar="FLAGS", help="check what a "
-                        "resume brings back, with these flags of the "
+                        "resume restores, with these flags of the "
                         'script: --resume-with="--resume"')
     parser.add_argument("--allow-uncompared", action="store_true",
-                        help="exit with 0 also where nothing could be "
-                        "compared with one process, or gradients were not "
-                        "seen to be reduced (else the status is 2)")
+                        help="exit with status 0, not 2, if nothing could be "
+                        "compared with the single-process run, or gradients "
+                        "were not seen to be reduced")
     parser.add_argument("--json", action="store_true", help="print one JSON "
-                        "document instead, which the README describes")
+                        "document instead (see the README)")
     parser.add_argument("--events", action="store_true",
                         help=argparse.SUPPRESS)  # for a notebook
     parser.add_argument("program", nargs=argparse.REMAINDER,
-                        metavar="-- SCRIPT FLAGS", help="the script, which "
-                        "is not changed, or -m and a module, and its own "
-                        "flags")
+                        metavar="-- SCRIPT FLAGS", help="the script, which is "
+                        "not changed, or -m and a module, and its flags")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -165,10 +170,10 @@ def verify(words: list[str], size: int, steps: int,
     out.say("not checked:")
     for text in report.not_checked:
         out.report(finding=["", text, ""])
-    summary = (f"{len(report.failures)} wrong, {len(report.warnings)} to "
-               "look at.")
+    summary = (f"{counted(report.failures, 'failure')}, "
+               f"{counted(report.warnings, 'warning')}.")
     if report.internal_errors:
-        summary += " rankcheck itself failed: this is no verdict."
+        summary += " rankcheck itself failed, so this is not a verdict."
     elif report.status == 2:
         summary += f" Not verified: {'; '.join(report.uncompared)}."
     out.say(f"\n{summary}")
@@ -199,7 +204,7 @@ def examine(words: list[str], size: int, steps: int,
         import torch
 
         count = torch.accelerator.device_count()
-        require(count >= size, f"--device gpu takes a GPU for each of the "
+        require(count >= size, f"--device gpu needs a GPU for each of the "
                 f"{size} processes, and this machine has {count}")
     data = scratch.read_script(program.script)
     preload = [*run.PRELOAD, *WATCHES, *(
@@ -211,10 +216,11 @@ def examine(words: list[str], size: int, steps: int,
         from rankcheck.verification import questions, runs
 
         workspace.files.changed()  # by others, while torch was imported
-        text = (f"{program.name} as 1 and as {size} processes, {steps} "
-                f"updates on the {device.upper()}")
+        text = (f"Running {program.name} with 1 and with {size} processes, "
+                f"{count_of(steps, 'optimizer step')} each, on the "
+                f"{device.upper()}")
         if program.launcher:
-            text += f" ({program.launcher} and its own flags are left out)"
+            text += f" (without {program.launcher} and its flags)"
         out.say(text)
         experiment = Experiment(program, size, device, patience, workspace,
                                 preload, out.say)
@@ -321,7 +327,6 @@ class Experiment:
 
     def describe_idle_run(self, size: int, ended: Finding | None) -> str:
         """Say what the ranks of a run waited in."""
-        processes = "process" if size == 1 else "processes"
         text = ended.text if ended else ""
-        return (f"{self.program.name}, {size} {processes}: {text}. If it "
-                "needs longer: --patience SECONDS")
+        return (f"{self.program.name}, {count_of(size, 'process')}: {text}. "
+                "fix: --patience SECONDS, if it needs longer")

@@ -234,10 +234,10 @@ def compare_batches(case: Comparison) -> BatchComparison:
     together = [set(rows(updates)) for updates in case.updates
                 if updates[0]["optimizer"] == 0]
     if not case.alone:
-        return BatchComparison(None, reason="it does not train as one")
+        return BatchComparison(None, reason="it does not train with 1 process")
     if not any(alone) or not any(together):
-        return BatchComparison(None, reason="no samples were seen, nor "
-                               "whether each rank reads its own")
+        return BatchComparison(None, reason="no samples were seen, so "
+                               "ranks may all read the same")
     if all(mine == good for mine, good in zip(together, alone, strict=False)):
         return BatchComparison(1)
     first = set.union(*alone[:case.size])
@@ -246,18 +246,18 @@ def compare_batches(case: Comparison) -> BatchComparison:
         return BatchComparison(case.size)
     same = next(i for i, (mine, good) in enumerate(zip(
         together, alone, strict=False)) if mine != good)
-    reason = ("the samples are not those of one process: others, or the same "
-              "padded or computed otherwise")
+    reason = ("the samples are not those of the single-process run (others, "
+              "or the same padded or computed differently)")
     one, each = case.alone.record_of(0), case.together.record_of(0)
     if left_out(one) != left_out(each):
-        reason = "it leaves out other updates than with one process"
+        reason = "it skips other steps than with 1 process"
     if same == 0 or not together[0]:
         return BatchComparison(None, reason=reason)
     # the updates of all optimizers before the first of other samples
     numbers = [i for i, updates in enumerate(case.updates)
                if updates[0]["optimizer"] == 0]
     return BatchComparison(1, numbers[same],
-                           f"from update {numbers[same]} on {reason}")
+                           f"from step {numbers[same]} on, {reason}")
 
 
 def left_out(record: RankRecord) -> list[int]:
@@ -275,8 +275,8 @@ def decisions(record: RankRecord) -> list[str]:
     """
     made: list[str] = []
     for update in range(len(record.updates) + 1):
-        made += ["its GradScaler skips it"] * record.skipped.count(update)
-        made += ["its gradients are thrown away"] * record.discarded.count(
+        made += ["its GradScaler skipped it"] * record.skipped.count(update)
+        made += ["its gradients were discarded"] * record.discarded.count(
             update)
         if update < len(record.updates):
             made.append("makes")
@@ -306,12 +306,12 @@ def find_skips(trial: Trial) -> list[Finding]:
                 who, other, reason = rank, first, pair[1]
             update = mine[:at].count("makes")
             return [fail(
-                f"rank {who} leaves out a step before its update {update} "
-                f"({reason}), and rank {other} makes it",
-                "let all ranks decide alike: all_reduce what the decision is "
-                "made from (a loss, a norm, found_inf)", ranks=[who],
+                f"rank {who} skips a step before its step {update} "
+                f"({reason}), rank {other} does not",
+                "make the same decision on all ranks: all_reduce what it "
+                "depends on (a loss, a norm, found_inf)", ranks=[who],
                 numbers={"step": update},
-                learned={"apart": "the ranks leave out different updates"},
+                learned={"apart": "the ranks skip different steps"},
                 kind="skipped-step")]
     return []
 

@@ -202,31 +202,31 @@ def explain_outputs(found: OutputComparison) -> str:
     """Say where the ranks part from one process, "" if that was not seen."""
     modules = len({(one.model, one.name) for one in found.agreeing})
     if found.error:
-        return ("where they part was not seen: recording the modules' outputs "
-                f"failed with {found.error}")
+        return ("where they differ is unknown, as recording the modules' "
+                f"outputs failed with {found.error}")
     if found.first and found.unsure:
         return ""
     if found.first:
-        before = "none comes before it that can be compared"
+        before = "no earlier one can be compared"
         if modules == 1:
-            before = "the one before it agrees"
+            before = "the one before it matches"
         elif modules:
-            before = f"the {modules} before it agree"
+            before = f"the {modules} before it match"
         if modules:
             last = found.agreeing[-1].name or "the model"
-            before += f", so it is in that module or between it and {last}"
-        return ("the first module whose output differs for the same samples "
-                f"is {words_of(found.first, found.kinds)}, on "
+            before += f", so look in that module or between it and {last}"
+        return ("the first module whose output differs for the same samples: "
+                f"{words_of(found.first, found.kinds)}, on "
                 f"{join_ranks(found.ranks)}; {before}")
     if not modules or found.unsure:
         return ""
     if not found.whole:
         last = words_of(found.agreeing[-1], found.kinds)
-        return (f"for the same samples the modules' outputs agree up to {last}"
-                ", the last that can be compared: what differs comes after it")
+        return (f"for the same samples, module outputs match up to {last}, "
+                "the last one that can be compared: look after it")
     if modules == 1:
-        return "for the same samples the model's output agrees"
-    return f"for the same samples the outputs of all {modules} modules agree"
+        return "for the same samples, the model's output matches"
+    return f"for the same samples, outputs of all {modules} modules match"
 
 
 def join_ranks(ranks: Sequence[int]) -> str:
@@ -243,5 +243,5 @@ def words_of(output: Output, kinds: Mapping[Output, str]) -> str:
     text = output.name or "the model"
     text += f" ({kinds[output]})"
     if output.call:
-        text += f", in its call {output.call + 1} of a forward pass"
+        text += f", call {output.call + 1} in a forward pass"
     return text

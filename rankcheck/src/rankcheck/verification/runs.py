@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rankcheck.engine.exits import ON_CPU, explain
-from rankcheck.engine.findings import Finding, fail, warn
+from rankcheck.engine.findings import Finding, count_of, fail, warn
 from rankcheck.engine.trial import Trial
 from rankcheck.system.errors import NotCompared
 
-STOOD_IN = ("a CPU stood in for GPUs here, as it does not run without them: "
-            "is it the same on GPUs?")
-AGAIN = ("verify runs it several times: {run} in a flag is another name each "
-         "time, as in --run-dir /tmp/run-{run}")
+STOOD_IN = ("check whether this happens on GPUs as well: they were simulated "
+            "on the CPU, as the script does not run without them")
+AGAIN = ("use {run} in a flag, which is a new name for each of verify's runs: "
+         "--run-dir /tmp/run-{run}")
 HINTS = (  # words of the error with which the script has ended
-    ("finished reduction in the prior iteration", "some parameters get no "
-     "gradient, for which DDP waits: remove them, or "
+    ("finished reduction in the prior iteration", "remove parameters that "
+     "get no gradient, for which DDP waits, or set "
      "find_unused_parameters=True"),
     ("FileExistsError", AGAIN),
-    ("attempted relative import", "it is a module of a package: rankcheck "
-     "verify -- -m package.module, from the folder of the package"))
-SPAWNS = ("verify starts the processes, as torchrun does: read RANK and "
-          "WORLD_SIZE of the environment, without mp.spawn")
+    ("attempted relative import", "run it as a module, from the "
+     "folder that holds the package: rankcheck verify -- -m package.module"))
+SPAWNS = ("read RANK and WORLD_SIZE from the environment, and do not call "
+          "mp.spawn: verify starts the processes, as torchrun does")
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class RunKind:
 
 
 RUNS = {
-    "alone": RunKind(False, "as one process "),
-    "together": RunKind(True, "as {size} processes "),
+    "alone": RunKind(False, "with 1 process, "),
+    "together": RunKind(True, "with {size} processes, "),
     # with frozen weights, and with as many updates as read the same samples:
     # where several processes read that many minibatches of one
     "still": RunKind(False),
@@ -50,10 +50,10 @@ RUNS = {
     # samples, or begins with other weights
     "hashes": RunKind(False), "again": RunKind(False),
     # on two nodes, as far as the environment says it: where all else is right
-    "nodes": RunKind(True, "as two nodes "),
+    "nodes": RunKind(True, "on two nodes, "),
     # where the script is resumed
-    "saved": RunKind(True, "the run to be resumed: "),
-    "resumed": RunKind(True, "resumed, "),
+    "saved": RunKind(True, "run to be resumed: "),
+    "resumed": RunKind(True, "resumed run: "),
 }
 
 
@@ -188,12 +188,12 @@ def how_it_ends(trial: Trial, words: str = "") -> Finding | None:
         return finding
     if all(record and record.updates for record in trial.records):
         return None
-    text = f"{words}it makes no update by an optimizer of PyTorch"
+    text = f"{words}no PyTorch optimizer makes a step"
     lines = [line for line in trial.ranks[0].out.splitlines() if line.strip()]
     if lines:
-        text += f'; its last line: "{lines[-1][:200]}"'
-    return fail(text, "does it train with these flags, and without starting "
-                "processes of its own?", kind="no-step")
+        text += f'; last line of output: "{lines[-1][:200]}"'
+    return fail(text, "check that it trains with these flags, and does not "
+                "start processes itself", kind="no-step")
 
 
 def reduces(trial: Trial) -> bool:
@@ -213,8 +213,8 @@ def count_updates(trial: Trial) -> list[Finding]:
     made = [trial.updates(rank) for rank in range(len(trial.records))]
     for rank, count in enumerate(made):
         if abs(count - made[0]) > 1 or min(made[0], count) == 0 < max(made):
-            return [fail(f"rank {rank} makes {count} updates, and rank 0 "
-                         f"{made[0]}", "every rank calls optimizer.step() "
-                         "after every minibatch", ranks=[rank],
+            return [fail(f"rank {rank} makes {count_of(count, 'step')}, "
+                         f"rank 0 {made[0]}", "call optimizer.step() on every "
+                         "rank after every minibatch", ranks=[rank],
                          numbers={"steps": count}, kind="uneven-steps")]
     return []

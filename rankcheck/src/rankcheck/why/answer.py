@@ -154,7 +154,7 @@ def describe_missing(found: Answer) -> str:
         return ""
     verb = "has" if len(found.missing) == 1 else "have"
     return (f"{join_ranks(found.missing)}, of {found.world_size}, {verb} left "
-            f"no evidence here: {UNWATCHED}")
+            f"no record here: {UNWATCHED}")
 
 
 def name_job(found: Answer) -> str:

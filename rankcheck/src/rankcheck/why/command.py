@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rankcheck.engine.findings import Finding
+from rankcheck.engine.findings import Finding, count_of
 from rankcheck.system.command_line import Parser
 from rankcheck.system.errors import UserError
 from rankcheck.why import dumps, evidence, hang, start
@@ -31,13 +31,13 @@ from rankcheck.why.answer import (
 )
 from rankcheck.why.ranks import Rank, RankNumbers
 
-SCHEMA = 1  # of --json: another number if a field changes or goes
+SCHEMA = 2  # of --json: another number if a field changes or goes
 TIMED = 4  # ranks of which the lines are told that take the time
 BETWEEN = 5  # seconds between two looks
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.after = "the job's own words"
+    parser.after = "the job's own command"
     parser.description = (f"{parser.description} `why run -- torchrun ...` "
                           "starts a job so that this is known.")
     parser.add_argument("job", nargs="?", metavar="RUN|JOBID", help="its "
@@ -45,8 +45,8 @@ def add_arguments(parser: Parser) -> None:
                         "that was started last")
     parser.add_argument("--json", action="store_true", help="print one JSON "
                         "document")
-    parser.add_argument("--stacks", action="store_true", help="also whole "
-                        "stacks, of equal ones one")
+    parser.add_argument("--stacks", action="store_true", help="also print "
+                        "whole stacks, equal ones once")
     parser.add_argument("--on-hang", metavar="COMMAND", help="of `why run`: "
                         "run this once, when no rank has made progress for "
                         "the time of --hang-after; {} in it is the folder")
@@ -142,7 +142,7 @@ def why(request: Request) -> int:
     commands = {one.token: one.command for one in starts}
     name = target or str(folder)
     if target is None and not request.as_json:
-        print(f"what was started last: {folder}",
+        print(f"last start: {folder}",
               *(begun.command if begun else ()))
     found = evidence.gather(folder)
     if not found.jobs or (begun and is_unseen(begun, found.jobs)):
@@ -196,15 +196,15 @@ def answer_dumps(files: dict[int, Path], request: Request) -> int:
         print_finding(found)
     if not findings:
         print("no fault is proven: no collective waits in any group")
-    print("dumps say nothing of what ranks do beside their collectives: "
-          "`rankcheck why run -- COMMAND` watches that")
+    print("dumps show collectives only: `rankcheck why run -- COMMAND` "
+          "records what else ranks do")
     return status
 
 
 def print_finding(finding: Finding) -> None:
     print(f"{finding.kind or 'no fault is proven'}: {finding.text}")
     if finding.advice:
-        label = "try" if finding.kind else "look"
+        label = "fix" if finding.kind else "inspect"
         print(f"{label}: {finding.advice}")
 
 
@@ -247,8 +247,8 @@ def say_refused(folder: Path, found: evidence.Evidence) -> str:
     """
     lines = [f"{folder} cannot be written to ({found.refused}), so the ranks "
              "could not be asked where they are",
-             "fix: ask as the user who has started the job, or make room on "
-             "that disk", "what they wrote before:"]
+             "fix: ask as the user who started the job, or make room on that "
+             "disk", "what they wrote before:"]
     for rank in found.ranks:
         lines.append(f"  rank {rank.rank} on {rank.host}, process {rank.pid}: "
                      f"last wrote at {rank.last_report}")
@@ -283,9 +283,8 @@ def print_all(answers: list[Answer], request: Request, folder: Path,
     """
     tokens = {one.token for one in answers}
     count = sum(one.runs for one in answers)
-    verb = "runs" if count == 1 else "run"
-    print(f"{len(answers)} jobs were started here, {count} of them "
-          f"{verb}: what matters most is first")
+    print(f"{len(answers)} jobs were started here, {count} still running; "
+          "the most important is first")
     newest = max(answers, key=lambda one: one.ranks[0].began)
     for number, one in enumerate(answers, 1):
         name = name_job(one)
@@ -346,7 +345,6 @@ def print_times(rank: Rank, most: int = 4) -> None:
         lines[words] += sample.times
     whole = sum(lines.values())
     if whole:
-        print(f"where the time of rank {rank.rank} goes, of {whole} looks in "
-              "two seconds:")
+        print(f"rank {rank.rank}, {count_of(whole, 'stack sample')} over 2 s:")
     for line, times in lines.most_common(most):
         print(f"  {100 * times / whole:3.0f}%  {line}")

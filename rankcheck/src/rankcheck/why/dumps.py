@@ -301,9 +301,9 @@ def find_mismatch(group: str, number: int,
             f"collective {number} of group {group}: the {difference}: "
             f"{first.name} on {RankNumbers(odd)}{first.place}, {second.name} "
             f"on {RankNumbers(even)}{second.place}",
-            "all ranks of a group have to call the same collectives in the "
-            "same order, with the same shape and type: look for a branch that "
-            "not all ranks take", kind="collective mismatch", ranks=odd)
+            "call the same collectives in the same order on all ranks of a "
+            "group, with the same shape and dtype: look for a branch that not "
+            "all ranks take", kind="collective mismatch", ranks=odd)
     return None
 
 
@@ -361,8 +361,8 @@ def judge_messages(group: str, members: tuple[int, ...],
         if of_peer:
             text += (f", which waits in {of_peer[0].operation}"
                      f"{of_peer[0].place}")
-        return show(text, "each send needs one recv on the other rank, in the "
-                    "same order", [peer])
+        return show(text, "match each send with one recv on the other rank, "
+                    "in the same order", [peer])
     return None
 
 

@@ -56,8 +56,8 @@ class Ambiguous(UserError):
         lines = [f"  {one.text}" for one in self.candidates]
         names = shlex.quote(self.candidates[-1].folder)
         super().__init__("\n".join([
-            f"{len(lines)} starts may be meant, and which of them was the "
-            "last one that you mean is not known:", *lines,
+            f"{len(lines)} starts are possible, and it is unknown which one "
+            "you mean:", *lines,
             f"fix: name one, as in `rankcheck why {names}`"]))
 
 
@@ -68,9 +68,9 @@ def describe_candidate(candidate: Start | Path) -> Candidate:
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(candidate.time))
     state = "has ended"
     if candidate.runs:
-        state = "runs"
+        state = "is running"
     elif candidate.may_run:
-        state = "may run"
+        state = "may be running"
     command = shlex.join(candidate.command)
     return Candidate(
         candidate.folder, command,
@@ -92,14 +92,14 @@ def find_last(env: Mapping[str, str]) -> Path:
             [*Path(named).glob("*-[0-9]*.json")]):
         # started without `why run`, with the hook alone
         found.append(Path(named))
-    require(found, f"nothing was watched yet: {HOW}; {PY_SPY}")
+    require(found, f"no job has been recorded yet: {HOW}; {PY_SPY}")
     if len(found) > 1:
         raise Ambiguous(found)
     last = found[0]
     if isinstance(last, Path):
         return last
     folder = Path(last.folder)
-    require(folder.is_dir(), f"the folder of what was started last is gone: "
+    require(folder.is_dir(), f"the folder of the last start is gone: "
             f"{folder}, {shlex.join(last.command)}")
     return folder
 
@@ -130,9 +130,9 @@ def find(target: str | None, runs: Path) -> Path:
         for inside in ("", "why/", "why/*/"):
             files += place.glob(f"{inside}*-[0-9]*.json")
             files += place.glob(f"{inside}*{witness.BEGIN}")
-    require(files, f"{target}: no rank has left evidence there: name the "
-            "folder that the job's output names, or none for what was started "
-            f"last; if nothing was watched, {HOW}; {PY_SPY}")
+    require(files, f"{target}: no rank has left a record there: name the "
+            "folder that the job's output names, or none for the last start; "
+            f"if nothing was recorded, {HOW}; {PY_SPY}")
     return max(files, key=lambda file: file.stat().st_mtime).parent
 
 
@@ -238,9 +238,9 @@ def say_begin(folder: Path) -> str:
         children = proc.descendants(begun.pid)
         unmet = [place for child in children
                  for place in proc.connecting(child)]
-        words = f"process {begun.pid} runs"
+        words = f"process {begun.pid} is running"
         if unmet:
-            words += f", and gets no answer from {unmet[0]}"
+            words += f" and cannot connect to {unmet[0]}"
         texts.append(words)
         texts += filter(None, map(say_unwatched, children))
         texts.append("`py-spy dump --subprocesses --pid "

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 SHARE = 0.3  # of the time that the others wait for a straggler
 APART = 5  # seconds between clocks of different nodes, at most
-LOG = "the end of the log; sacct -j JOBID -o JobID,State,ExitCode,MaxRSS"
+LOG = "see the end of the log; sacct -j JOBID -o JobID,State,ExitCode,MaxRSS"
 # These have to have the same sizes on all ranks
 SAME_SIZES = re.compile(
     "all_?reduce|broadcast|bcast|all_?gather(?!v)|reduce_scatter", re.I)
@@ -117,11 +117,11 @@ def is_same(diagnosis: Diagnosis, later: Diagnosis | None) -> bool:
         rank.rank for rank in later.blamed]
 
 
-BEGINS, STOPS, ENDS, SLOW = ("it never begins", "it stops in mid-training",
-                             "it ends", "it is slow")
+BEGINS, STOPS, ENDS, SLOW = ("it never starts", "it hangs", "it ends",
+                             "it is slow")
 
 
-@rule(STOPS, "a stopped process", "kill -CONT PID lets it go on")
+@rule(STOPS, "stopped process", "resume it: kill -CONT PID")
 def stopped(job: Job) -> Diagnosis | None:
     """a signal has stopped it, as Ctrl-Z and `scontrol suspend` do"""
     ranks = job.select(lambda rank: rank.runs and rank.state == "T"
@@ -137,8 +137,8 @@ def stopped(job: Job) -> Diagnosis | None:
 # --------------------------------------------------------- they do not meet
 
 
-@rule(BEGINS, "a rank is there twice", "give each node another --node-rank, "
-      "and each process another RANK")
+@rule(BEGINS, "duplicate rank", "give each node its own --node-rank, and each "
+      "process its own RANK")
 def same_number(job: Job) -> Diagnosis | None:
     """several processes that join have the same RANK"""
     running = job.by_ending["runs"]
@@ -150,7 +150,7 @@ def same_number(job: Job) -> Diagnosis | None:
     words = ", ".join(f"{rank.rank} (process {rank.pid} on {rank.host})"
                       for rank in ranks)
     return Diagnosis(
-        ranks, f"several processes say that they are the same rank: {words}")
+        ranks, f"several processes have the same RANK: {words}")
 
 
 @rule(BEGINS, "different addresses", "export the same values on all nodes")
@@ -191,24 +191,24 @@ def find_odd_value(name: str, read: Callable[[Rank], int | str | None],
 
 
 @rule(BEGINS, "wrong MASTER_ADDR", "export MASTER_ADDR=HOST, a name or "
-      "address of the node of rank 0")
+      "address of rank 0's node")
 def wrong_address(job: Job) -> Diagnosis | None:
-    """rank 0 does not reach its own address"""
+    """rank 0 cannot connect to its own MASTER_ADDR"""
     # where nobody listens at all, it may have no need to: torchrun does
     ranks = RankList(rank for rank in job.unconnected if rank.rank == 0
                      and rank.master_problem != "nobody listens there")
     if not ranks:
         return None
-    return Diagnosis(ranks, f"rank 0, on {ranks.hosts}, is to be found at "
-                     f"{ranks[0].address}, but does not reach that itself: "
+    return Diagnosis(ranks, f"rank 0 on {ranks.hosts} cannot connect to its "
+                     f"own address {ranks[0].address}: "
                      f"{ranks[0].master_problem}")
 
 
-@rule(BEGINS, "blocked port", "another MASTER_PORT; a firewall between the "
-      "nodes, or an address of another network: `ip address` lists the "
-      "interfaces")
+@rule(BEGINS, "blocked port", "use another MASTER_PORT, open the firewall "
+      "between the nodes, or use an address of another network: `ip address` "
+      "lists the interfaces")
 def blocked_port(job: Job) -> Diagnosis | None:
-    """a rank does not reach rank 0, which reaches itself"""
+    """a rank cannot connect to rank 0, which can connect to itself"""
     ranks, first = job.unconnected, job.first_rank
     if first not in job.joining or first.master_problem != "" or not ranks:
         return None
@@ -241,12 +241,11 @@ def root_of(call: RankCall, calls: Calls) -> Hashable:
     return call.get("root")
 
 
-@rule(STOPS, "different collectives", "all ranks have to call the same "
-      "collectives in the same order, with the same shape, type and root: "
-      "look for a branch that not all ranks take; print shape and dtype "
-      "before it")
+@rule(STOPS, "collective mismatch", "call the same collectives in the same "
+      "order on all ranks, with the same shape, dtype and root: look for a "
+      "branch that not all ranks take; print shape and dtype before it")
 def other_calls(job: Job) -> Diagnosis | None:
-    """the first that is another one, or has another size, type or root"""
+    """the first call that differs, in name, size, dtype or root"""
     for every_call in job.calls:
         calls = {number: call for number, call in every_call.items()
                  if call not in job.later_calls}
@@ -284,10 +283,10 @@ def compare_calls(job: Job, calls: Calls,
     return Diagnosis(job.select(lambda rank: rank.rank in odd), sentence)
 
 
-@rule(STOPS, "each waits for the other", "all ranks have to use their groups "
-      "in the same order, and each recv needs a send")
+@rule(STOPS, "deadlock", "use the groups in the same order on all ranks, and "
+      "match each recv with a send")
 def deadlock(job: Job) -> Diagnosis | None:
-    """in a collective, or a message, to which no thread of the other comes"""
+    """each waits for the other, which no thread of either can end"""
     blocked = job.select(lambda rank: rank.is_blocked)
     waits = {rank: RankList(other for other in job.waits_for(rank)
                             if other in blocked) for rank in blocked}
@@ -308,10 +307,10 @@ TWO_LOOKS = (deadlock,)
 # ------------------------------------------------------------ one has ended
 
 
-@rule(ENDS, "aborted in another line", "do these lines call the same "
-      "collectives, with the same sizes? gloo aborts the rank that gets a "
-      "message of another size than it expects; a watchdog aborts those that "
-      f"wait too long: {LOG}")
+@rule(ENDS, "aborted in another line", "check that these lines call the "
+      "same collectives with the same sizes: gloo aborts the rank that gets a "
+      "message of another size than it expects, a watchdog those that wait "
+      f"too long; {LOG}")
 def aborted(job: Job) -> Diagnosis | None:
     """SIGABRT ended a rank in one line, where the others waited in another"""
     ranks = job.select(
@@ -325,12 +324,12 @@ def aborted(job: Job) -> Diagnosis | None:
     return Diagnosis(ranks, seen.describe_each(job.ranks))
 
 
-@rule(ENDS, "a rank was killed", "its last words are in the log, above the "
-      "launcher's; `dmesg` on that node: the kernel sends SIGKILL where the "
-      "memory is full, and so does a scheduler; gloo aborts at a message of "
+@rule(ENDS, "rank killed", "read its last output in the log, above the "
+      "launcher's, and `dmesg` on that node: the kernel sends SIGKILL when "
+      "memory is full, and so does a scheduler; gloo aborts on a message of "
       f"another size than it expects; {LOG}")
 def killed(job: Job) -> Diagnosis | None:
-    """by a signal, as its launcher says, or by a crash, as it says itself"""
+    """by a signal, which its launcher reports, or by a crash"""
     failed = job.by_ending["error"]
     # an abort or a crash may follow from what another rank has done
     ranks = RankList(rank for rank in job.by_ending["killed"] if not (
@@ -356,11 +355,11 @@ def killed(job: Job) -> Diagnosis | None:
     return Diagnosis(ranks, words)
 
 
-@rule(ENDS, "a rank ended", "fix this first: the errors of the other ranks "
-      "follow from it, but if MPI says that a message is truncated, another "
-      "rank's may be too large. If the memory is full: a smaller microbatch")
+@rule(ENDS, "rank failed", "start with this error, as the other ranks "
+      "failed because of it (exception: if MPI says 'message truncated', "
+      "check the sender's size); if memory is full, use a smaller microbatch")
 def first_error(job: Job) -> Diagnosis | None:
-    """its own error, which is no lost connection, comes first"""
+    """its own error, not a lost connection, came first"""
     failed = sorted(job.by_ending["error"], key=lambda rank: rank.end_time)
     if not failed:
         return None
@@ -397,9 +396,8 @@ def identify_error(rank: Rank) -> str | tuple[str, Place]:
     return error, rank.place
 
 
-@rule(ENDS, "a rank ended early", "all ranks have to make the same number of "
-      "steps: does each have as many batches? Look in the log for what it "
-      "printed")
+@rule(ENDS, "rank ended early", "take the same number of steps on all ranks: "
+      "check that each has as many batches, and what this one printed")
 def ended_early(job: Job) -> Diagnosis | None:
     """it ended without an error, and others wait for it or have lost it"""
     # one that is gone without a word may be the one that they have lost
@@ -411,7 +409,7 @@ def ended_early(job: Job) -> Diagnosis | None:
     if not ranks:
         return None
     others = waiters[ranks[0]]
-    return Diagnosis(ranks, f"{ranks} ended {seen.with_status(ranks)}, and "
+    return Diagnosis(ranks, f"{ranks} ended {seen.with_status(ranks)} and "
                      f"left {others} waiting {seen.say_places(others)}")
 
 
@@ -427,46 +425,47 @@ def may_follow(other: Rank, rank: Rank) -> bool:
         rank.written <= call["time"] + SOON + clocks)
 
 
-@rule(ENDS, "no record of an end", f"{LOG}; `dmesg` on its node says whether "
-      "the memory was full, and `scontrol show node NODE` whether it is down")
+@rule(ENDS, "rank disappeared", f"{LOG}; `dmesg` on its node says whether "
+      "memory was full, `scontrol show node NODE` whether it is down")
 def gone(job: Job) -> Diagnosis | None:
-    """it is gone without a word, and others wait for it or have lost it"""
+    """it left no record of its end, and others wait for it or have lost it"""
     ranks = RankList(
         rank for rank in (*job.by_ending["gone"], *job.by_ending["silent"])
         if any((other.runs and rank.ending == "gone")
                or may_follow(other, rank) for other in job.waiters_of(rank)))
     if not ranks:
         return None
-    sentence = f"{ranks} on {ranks.hosts} ended, and nothing says how"
+    sentence = (f"{ranks} on {ranks.hosts} disappeared, with no record of an "
+                "end")
     other_hosts = {rank.host for rank in job.ranks.without(ranks)}
     if not other_hosts & {rank.host for rank in ranks}:
-        sentence += ", and all ranks of that node with it"
+        sentence += ", like all ranks of that node"
     return Diagnosis(ranks, f"{sentence}{seen.say_oom(ranks)}; last written "
                      f"at {ranks[0].last_report}")
 
 
-@rule(STOPS, "the disk does not answer", "try `ls` on that node; tell the "
-      "site's support")
+@rule(STOPS, "blocked on I/O", "try `ls` on that node, and tell the site's "
+      "support")
 def disk(job: Job) -> Diagnosis | None:
-    """the kernel says that the process waits for a device"""
+    """the kernel reports uninterruptible sleep: a disk does not answer"""
     ranks = job.select(
         lambda rank: rank.runs and rank.state == "D"
         and rank.idle_seconds > PATIENCE and not rank.computes)
     if not ranks:
         return None
     return Diagnosis(ranks, f"{ranks} on {ranks.hosts}, in {ranks[0].place}, "
-                     f"{ranks:waits} for a disk or device, and {ranks:has} "
-                     f"not moved for {ranks[0].idle_seconds:.0f} s")
+                     f"{ranks:waits} for a disk or device, without progress "
+                     f"for {ranks[0].idle_seconds:.0f} s")
 
 
 # ------------------------------------------------------------- one is slower
 
 
-@rule(SLOW, "straggler", "does it read more data than the others, or share "
-      "its cores or its GPU with another process? `top` and `nvidia-smi` on "
-      "that node say so")
+@rule(SLOW, "straggler", "check with `top` and `nvidia-smi` on that node "
+      "whether it shares its cores or its GPU with another process, or reads "
+      "more data than the others")
 def straggler(job: Job) -> Diagnosis | None:
-    """a measured share of the time, the others wait for it"""
+    """the others wait for it for a measured share of the time"""
     # where the cores or the network are shared, now this one is late and now
     # that one: it has to be the same in each quarter of the record
     whole = [{number: call["time"] for number, call in calls.items()}
@@ -490,8 +489,8 @@ def straggler(job: Job) -> Diagnosis | None:
     if waits > SHARE * sum(sample.times for sample in rank.samples):
         return None  # it waits itself, as a pipeline's first stage does
     return Diagnosis(ranks, (
-        f"{ranks} on {rank.host} comes late, by {1000 * late.seconds:.0f} ms "
-        f"on average: the others wait for it {late.share:.0%} of the "
+        f"{ranks} on {rank.host} is late by {1000 * late.seconds:.0f} ms on "
+        f"average: the others wait for it {late.share:.0%} of the "
         f"time; it is in {rank.place}"))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankcheck.engine.findings import Finding
+from rankcheck.engine.findings import Finding, count_of
 from rankcheck.system.sources import NAMED, SCRIPT
 from rankcheck.why.process_record import Call, Ended, ErrorThatFollowed
 from rankcheck.why.ranks import (
@@ -29,7 +29,7 @@ def with_status(ranks: Iterable[Rank]) -> str:
     """Return how these have ended; unknown after `raise SystemExit`."""
     if all((rank.ended or {}).get("status") == 0 for rank in ranks):
         return "with status 0"
-    return "with a status that is not known"
+    return "with unknown status"
 
 
 def describe_call(call: Call) -> str:
@@ -98,7 +98,7 @@ def describe_error(rank: Rank) -> str:
     else:
         words += f", with status {ended['status']!r}"
         if launcher_says:
-            words += ", as the launcher says"
+            words += ", according to the launcher"
     for row in ended.get("then", ()):
         followed = ErrorThatFollowed(*row)
         words += f"; then {followed.words}"
@@ -119,15 +119,15 @@ def describe(rank: Rank) -> str:
     if rank.ending == "error":
         return f"ended{describe_error(rank)}"
     if rank.ending == "lost":
-        return f"lost the others{describe_error(rank)}"
+        return f"lost the other ranks{describe_error(rank)}"
     if rank.ending == "stopped":
         where = re.sub("^waits", "waiting",
                        describe_place(rank).removeprefix("is "))
         return f"was told to end by {rank.signal}, {where}"
     if rank.ending == "killed":
-        return f"was ended by {rank.signal}, {describe_kill(rank)}"
+        return f"was killed by {rank.signal}, {describe_kill(rank)}"
     if rank.ending == "gone":
-        return (f"is gone, and nothing says how; last wrote at "
+        return (f"disappeared, with no record of an end; last wrote at "
                 f"{rank.last_report}{say_oom([rank])}")
     return "; ".join(list_activities(rank))
 
@@ -158,16 +158,16 @@ def list_activities(rank: Rank) -> list[str]:
     words = [where]
     # a loop, also of messages of gloo
     if rank.idle_seconds - rank.seconds_in_line >= SOON:
-        words.append("goes round in places where it has been before for "
+        words.append("repeats the same lines for "
                      f"{rank.idle_seconds:.0f} s")
     if rank.handles:
         words.append(describe_handled(rank))
     activity = describe_work(rank)
     if activity.working:
-        words.append(f"works: {', '.join(activity.working)}")
+        words.append(f"busy: {', '.join(activity.working)}")
     elif rank.uses_mpi and is_idle and not rank.waits:
-        words.append("whether it computes or waits for a message of MPI "
-                     "(requests, files, windows) is not known")
+        words.append("either computes, or waits for an MPI message "
+                     "(requests, files, windows)")
     elif not rank.waits and rank.computes:
         words.append("computes, reads or writes")
     elif not rank.waits:
@@ -181,7 +181,7 @@ def list_activities(rank: Rank) -> list[str]:
         words.append("the ranks of a job that it has started: "
                      f"[{describe_each(rank.started_ranks)}]")
     if rank.connecting:
-        words.append(f"gets no answer from {rank.connecting[0]}")
+        words.append(f"cannot connect to {rank.connecting[0]}")
     elif rank.master_problem and rank.is_joining:
         words.append(f"{rank.address}: {rank.master_problem}")
     return words
@@ -215,7 +215,7 @@ def describe_handled(rank: Rank) -> str:
 def describe_kill(rank: Rank) -> str:
     """Return where a signal met it, or when it was seen last."""
     if not (rank.crash or rank.was_aborted):
-        return f"as the launcher says; last wrote at {rank.last_report}"
+        return f"according to the launcher; last wrote at {rank.last_report}"
     words = f"in {rank.place}"
     if not rank.was_aborted:
         return words
@@ -252,7 +252,7 @@ def describe_work(rank: Rank) -> Activity:
                 name += f", in {Place(*work.line)}"
             working.append(name)
         elif work.kind == "process":
-            state = states.get(work.state, "does not work")
+            state = states.get(work.state, "is idle")
             idle.append(f"its {name} {state}")
         elif work.line and work in rank.helpers:
             idle.append(f"its {name} is in {Place(*work.line)}")
@@ -267,8 +267,9 @@ def say_oom(ranks: Iterable[Rank]) -> str:
     kills = max((rank.oom_kills for rank in ranks), default=0)
     if not kills:
         return ""
-    return (f"; meanwhile the kernel of that node ended {kills} process(es), "
-            "of any job, for lack of memory")
+    processes = count_of(kills, "process")
+    return (f"; meanwhile the kernel of that node killed {processes}, of any "
+            "job, for lack of memory")
 
 
 def describe_each(ranks: Iterable[Rank]) -> str:
@@ -304,9 +305,9 @@ def report(job: Job) -> Finding:
         lambda rank: rank.switched_off and rank.joined
         and not rank.uses_mpi and not rank.calls)
     if unrecorded:
-        text += (f"; {unrecorded:has} kept no record of collectives, as "
-                 f"{unrecorded[0].switched_off}=0 switches it off: start it "
-                 "again without that variable")
+        text += (f"; {unrecorded:has} no record of collectives, because "
+                 f"{unrecorded[0].switched_off}=0 disables it: restart "
+                 "without that variable")
     advice = ""
     if late and (late[0].runs or late[0].is_unresponsive):
         advice = f"py-spy dump --native --pid {late[0].pid}, on {late[0].host}"
@@ -336,7 +337,7 @@ def describe_job(job: Job, awaited: RankList) -> str:
                 f"watchdog, while waiting for {pronoun}: "
                 f"{describe_each(aborted)}")
     if unseen and job.joining:
-        return (f"{unseen:has} left no evidence here, of {world_size}; "
+        return (f"{unseen:has} left no record here, of {world_size}; "
                 f"{job.joining:has} waited in init_process_group for "
                 f"{job.joining[0].idle_seconds:.0f} s")
     if len(job.by_ending["done"]) == len(job.ranks):
@@ -344,5 +345,5 @@ def describe_job(job: Job, awaited: RankList) -> str:
         return f"{subject} ended {with_status(job.ranks)}"
     if all(rank.runs and not rank.is_unresponsive
            and rank.idle_seconds < SOON for rank in job.ranks):
-        return f"no rank has stood still for {SOON} s"
+        return f"every rank made progress in the last {SOON} s"
     return describe_each(job.ranks)

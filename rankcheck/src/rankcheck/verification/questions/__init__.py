@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from rankcheck.engine.findings import Finding, Proof
 from rankcheck.engine.questions import ask_all
-from rankcheck.verification.choice import choose
+from rankcheck.verification.choice import UNSEEDED, choose
 from rankcheck.verification.comparison import QUESTIONS, Comparison
 
 from rankcheck.verification.questions import (  # isort: skip
@@ -52,7 +52,7 @@ def verify(runs: Runs) -> Verification:
     choice = choose(runs)
     comparison, findings = choice.comparison, choice.findings
     if comparison is None:
-        return Verification(findings, [f"all else: {choice.reason}"],
+        return Verification(findings, [f"everything else: {choice.reason}"],
                             [choice.reason], [])
     for finding in findings:
         comparison = learn(comparison, finding)
@@ -100,29 +100,29 @@ def by_step(findings: list[Finding]) -> list[Finding]:
 
 def may_be(case: Comparison) -> str:
     """Say which fault the reason why nothing is compared may be."""
-    if not case.apart.startswith("one process reads other samples each"):
+    if case.apart != UNSEEDED:
         return ""
-    return ("; if each rank shuffles one list by such a generator and takes "
+    return ("; if each rank shuffles one list with such a generator and takes "
             "its part, samples are read twice or never")
 
 
 def not_seen(case: Comparison) -> list[str]:
     """Say what the answers say nothing about."""
     return [after_last_update(case), about_devices(case),
-            "whether the targets belong to the samples: a sample is a row of "
-            "what the model is given",
+            "whether targets belong to their samples: a sample is a row of "
+            "the model's input",
             *unseen_of_ranks(case), *unseen_of_single(case)]
 
 
 def after_last_update(case: Comparison) -> str:
     """Say which update was the last that was watched, and what comes then."""
     made = sum(updates[0]["optimizer"] == 0 for updates in case.updates)
-    text = f"anything after update {made - 1}"
+    text = f"anything after step {made - 1}"
     if made < case.runs.steps:
         who = "the script"
         if case.asked("join"):
             who = "a rank"
-        return f"{text}, with which {who} ended"
+        return f"{text}, when {who} ended"
     text += ": the end of an epoch, validation"
     if case.runs.resume_flags is None:
         text += ", checkpoints, resuming"
@@ -132,9 +132,9 @@ def after_last_update(case: Comparison) -> str:
 def about_devices(case: Comparison) -> str:
     """Say which devices and which compilers were left out."""
     if case.runs.device == "cpu":
-        return ("GPUs and NCCL; compiled code: all was run on the CPU, with "
-                "gloo and without torch.compile")
-    return "compiled code: all was run without torch.compile"
+        return ("GPUs, NCCL and torch.compile: everything ran on the CPU, "
+                "with gloo, uncompiled")
+    return "torch.compile: everything ran uncompiled"
 
 
 def unseen_of_ranks(case: Comparison) -> list[str]:
@@ -145,44 +145,42 @@ def unseen_of_ranks(case: Comparison) -> list[str]:
         texts.append(f"several nodes: {why_not}")
     if case.splits_matrices:
         texts.append("whether gradients are reduced: with tensor "
-                     "parallelism, so are activations")
+                     "parallelism, activations are reduced as well")
     if nodes.all_on_the_first(case):
-        texts.append("whether each rank has a GPU of its "
-                     "own: all take number 0, which is right if each sees one "
-                     "alone")
+        texts.append("whether each rank has its own GPU: all use GPU 0, which "
+                     "is right if each rank sees only one")
     if case.by_step:
-        texts.append("the gradients that the optimizer has reduced, only "
-                     "the weights that it makes of them")
+        texts.append("gradients that the optimizer reduces: only the "
+                     "resulting weights are seen")
     if case.asked("FSDP1"):
-        texts.append("gradients and weights: "
-                     "FullyShardedDataParallel keeps them in its own way; of "
-                     "fully_shard they are seen")
+        texts.append("gradients and weights: FullyShardedDataParallel hides "
+                     "them (fully_shard does not)")
     return texts
 
 
 def unseen_of_single(case: Comparison) -> list[str]:
     """Say what was not compared with one process, and with each rank."""
     texts = []
-    of_one = "whether losses, gradients and weights are those of one process"
+    of_one = ("whether losses, gradients and weights match the "
+              "single-process run")
     has_copies = any(record.copies for record in case.together.all_records)
     if case.still or case.apart or case.later or not has_copies:
-        texts.append("averages of the weights (EMA), unless they are modules "
-                     "like the model, and the minibatch is that of one "
-                     "process")
+        texts.append("averaged weights (EMA), unless they are modules like "
+                     "the model, and the global batch size is that of the "
+                     "single-process run")
     if any(record.dropout for record in case.together.all_records):
-        texts.append("dropout: it was switched off, to compare")
+        texts.append("dropout: switched off for the comparison")
     if case.apart:
         texts.append(f"{of_one}: {case.apart}{may_be(case)}")
     if case.later:
         texts.append(f"{of_one}: {case.later}")
     if case.still and not case.apart:
-        texts.append("whether the weights are those of one "
-                     "process: the minibatch is not; gradients and losses "
-                     "were compared with the mean of "
-                     f"{case.size} minibatches")
+        texts.append("whether weights match the single-process run: the "
+                     "global batch size differs; gradients and losses were "
+                     f"compared with the mean of {case.size} minibatches")
     first = case.updates[0]
     if first[0]["local"]["flat"].numel() == 0:
-        texts.append("what each rank alone has computed of the gradients")
+        texts.append("each rank's own gradients")
     if not any(update["losses"] for update in first):
-        texts.append("losses: there was no loss.backward()")
+        texts.append("losses: loss.backward() was not seen")
     return texts

@@ -35,7 +35,7 @@ from rankcheck.verification.runs import AGAIN
 SAME_START = 1e-6
 
 
-@question("no run begins with what the one before has saved")
+@question("no run starts from files of an earlier run")
 def leftovers(case: Comparison) -> list[Finding]:
     """Answer whether a run has read a file that an earlier one has written.
     """
@@ -51,31 +51,33 @@ def leftovers(case: Comparison) -> list[Finding]:
     if not reused:
         return []
     names = ", ".join(sorted({Path(path).name for path in reused})[:3])
-    return [fail(f"it begins with {names}, which verify's run before has "
-                 "saved", AGAIN, kind="reused-files")]
+    return [fail(f"the run starts from {names}, which verify's previous "
+                 "run saved", AGAIN, kind="reused-files")]
 
 
-@question("weights and losses are numbers, and not all gradients 0")
+@question("weights and losses are finite, and gradients not all 0")
 def numbers(case: Comparison) -> list[Finding]:
     """Answer whether weights and losses are finite, and a gradient is not 0.
     """
     for step, updates in enumerate(case.updates):
         names = find_nonfinite(updates)
         if names:
-            return [fail("the first weights are not finite numbers: "
-                         f"{case.named(names)}", "to_empty() leaves what was "
-                         "in memory: give each of them a value",
+            return [fail("initial weights contain NaN or inf: "
+                         f"{case.named(names)}", "initialize every parameter: "
+                         "to_empty() leaves memory uninitialized",
                          kind="nonfinite-weights")]
         if has_nan_loss(updates):
-            text = f"in update {step} the loss is nan"
+            text = f"in step {step} the loss is NaN"
             if has_nan_loss(case.single):
-                text += ", with one process, too"
-            return [fail(text, "with nan nothing else can be compared",
+                text += ", with 1 process as well"
+            return [fail(text, "remove the NaN first: with it, nothing "
+                         "else can be compared",
                          numbers={"step": step}, kind="nonfinite-loss")]
     parts = flatten(map(gradient_parts, case.updates))
     if parts and not any(part.any() for part in parts):
-        return [warn("all gradients are 0", "does the loss depend on the "
-                     "weights? nothing is learned, nor compared",
+        return [warn("all gradients are 0", "check that the loss depends on "
+                     "the weights: the model cannot learn, and nothing could "
+                     "be compared",
                      kind="zero-gradients")]
     return []
 
@@ -106,7 +108,7 @@ def gradient_parts(updates: Updates) -> list[torch.Tensor]:
     return parts
 
 
-@question("the ranks know of each other")
+@question("all ranks join one process group")
 def process_group(case: Comparison) -> list[Finding]:
     """Answer whether a rank joins a process group, or reduces anything."""
     if (case.asked("init_process_group")
@@ -115,14 +117,14 @@ def process_group(case: Comparison) -> list[Finding]:
         return []
     script = case.together.script.read_text(errors="replace")
     flag = re.search(r"--local[_-]rank", script)
-    hint = "torch.distributed.init_process_group()"
+    hint = "call torch.distributed.init_process_group()"
     if flag:
-        hint = f"is it to be told its rank? {flag[0]} {{rank}} among its flags"
-    return [fail("no rank joins a process group: each trains alone", hint,
+        hint = f"tell the script its rank: add {flag[0]} {{rank}} to its flags"
+    return [fail("no rank joins a process group: each trains by itself", hint,
                  kind="no-process-group")]
 
 
-@question("all ranks leave out the same updates", always)
+@question("all ranks skip the same steps", always)
 def skipped_updates(case: Comparison) -> list[Finding]:
     """Answer whether a rank makes an update that another leaves out."""
     return find_skips(case.together)
@@ -139,17 +141,17 @@ def parameters(case: Comparison) -> list[Finding]:
     tied = case.alone.record_of(0).tied
     for name in sorted(extra & tied.keys()):
         return [fail(
-            f"{case.named([name])} and {case.named([tied[name]])} are one "
-            f"tensor with one process, and two with {case.size}",
+            f"{case.named([name])} and {case.named([tied[name]])} share one "
+            f"tensor with 1 process, but not with {case.size}",
             "tie them again after to_empty(), or after loading: "
             "model.head.weight = model.embedding.weight",
             learned={"apart": "tied parameters are not tied"},
             kind="untied-weights")]
     return [warn(
         f"{counted(extra, 'parameter')} {verb_of(extra)} trained on each "
-        f"rank, and not with one process: {case.named(extra)}", "right if the "
-        "model depends on the number of processes",
-        learned={"apart": "the model is another one"},
+        f"rank, but not with 1 process: {case.named(extra)}", "check that the "
+        "model depends on the number of processes on purpose",
+        learned={"apart": "the models differ"},
         kind="extra-parameters")]
 
 
@@ -160,7 +162,7 @@ def verb_of(names: Collection[str]) -> str:
     return "are"
 
 
-@question("the ranks hold different parts of what is sharded by hand")
+@question("ranks hold different parts of hand-sharded parameters")
 def hand_sharded_parts(case: Comparison) -> list[Finding]:
     """Answer whether as many parts differ as make up the whole tensor.
 
@@ -190,15 +192,15 @@ def hand_sharded_parts(case: Comparison) -> list[Finding]:
     if not twins:
         return []
     return [fail(
-        f"ranks hold the same numbers in what should be different parts of "
-        f"{case.named(twins)}", "each rank draws its part with the same seed: "
-        "draw the whole tensor and take the rank's part, or draw each part "
-        "with a seed of its own", learned={
+        f"ranks hold identical values where their parts of "
+        f"{case.named(twins)} should differ", "draw the whole tensor and take "
+        "the rank's part, or draw each part with its own seed: all ranks drew "
+        "theirs with the same one", learned={
             "apart": "parts that should differ are equal"},
         kind="equal-shards")]
 
 
-@question("the ranks begin with the weights of one process")
+@question("initial weights are those of the single-process run")
 def start(case: Comparison) -> list[Finding]:
     """Answer whether all ranks, and one process, begin with equal weights."""
     firsts = [updates for updates in case.updates if updates[0]["before"]]
@@ -206,21 +208,21 @@ def start(case: Comparison) -> list[Finding]:
         whole = put_together(updates, "before")
         if whole.apart:
             rank = min(whole.differing)
-            return [fail(f"rank {rank} begins with other weights than rank "
-                         f"0: {case.named(whole.apart)}", "the same seed on "
-                         "all ranks before the model is made, or wrap it in "
-                         "DDP, which sends rank 0's; what is loaded after "
-                         "that, all ranks have to load",
+            return [fail(f"rank {rank} starts with different weights than "
+                         f"rank 0: {case.named(whole.apart)}", "set the same "
+                         "seed on all ranks before the model is created, or "
+                         "wrap it in DDP, which broadcasts rank 0's weights; "
+                         "load checkpoints on all ranks",
                          ranks=sorted(whole.differing),
                          kind="unequal-initial-weights")]
     if case.split:
         return [warn(
             f"{counted(case.split, 'parameter')} {verb_of(case.split)} smaller"
-            " than with one process, others, or not in each rank's optimizer: "
-            f"{case.named(case.split)}",
-            "right if the script shards them by hand: they are left out of "
-            "what is compared",
-            learned={"apart": case.apart or "parameters are split by hand"},
+            " than with 1 process, different, or not in every rank's "
+            f"optimizer: {case.named(case.split)}",
+            "check that the script shards them by hand: if so, they are left "
+            "out of the comparison",
+            learned={"apart": case.apart or "parameters are hand-sharded"},
             numbers={"parameters": len(case.split)},
             kind="hand-sharded-parameters")]
     if not begin_alike(firsts[0], case.single[:1]):
@@ -228,7 +230,7 @@ def start(case: Comparison) -> list[Finding]:
     states = [updates[0]["before"] for updates in firsts]  # rank 0's
     count = sum(len(state["plain"]) + len(state["sharded"])
                 for state in states)
-    return [ok(f"all ranks begin with the same weights ({count} parameters)",
+    return [ok(f"all ranks start with the same weights ({count} parameters)",
                numbers={"parameters": count}, kind="equal-initial-weights")]
 
 
@@ -257,28 +259,28 @@ def other_start(case: Comparison, updates: Updates) -> Finding:
     Args:
         updates: the first of each rank.
     """
-    learned: Learned = {"apart": case.apart or "the first weights differ"}
+    learned: Learned = {"apart": case.apart or "initial weights differ"}
     again, ended = case.runs("again")
     if ended:
-        return warn("the first weights are not those of one process; "
-                    "whether that begins alike each time was not "
-                    f"compared: started again, {ended.text}",
+        return warn("initial weights differ from the single-process run; "
+                    "whether that has a fixed seed is unknown: started again, "
+                    f"{ended.text}",
                     ended.advice, learned=learned,
                     kind="initial-weights-not-compared")
     repeated = put_together(again.record_of(0).updates[:1], "before")
     expected = put_together(case.single[:1], "before")
     if not repeated.error(expected) <= SAME_START:
-        return warn("one process begins with other weights each time "
-                    "that it is started", "set a seed, to compare",
+        return warn("the single-process run starts with different weights "
+                    "each time", "set a seed, so that runs can be compared",
                     learned=learned, kind="unseeded-weights")
     twins = drawn_twice(updates)
     if twins:
-        return warn("all ranks have the same numbers in their parts of "
-                    f"{case.named(twins)}", "on a CPU a sharded tensor "
-                    "is filled so at random; GPUs draw others for each "
-                    "part", learned=learned, kind="equal-initial-shards")
-    text = "the first weights are not those of one process"
-    hint = "the same seed on all ranks right before the model is made"
+        return warn("all ranks have the same values in their parts of "
+                    f"{case.named(twins)}", "check this on GPUs: on a CPU, "
+                    "each rank fills its part of a sharded tensor alike",
+                    learned=learned, kind="equal-initial-shards")
+    text = "initial weights differ from the single-process run"
+    hint = "set the same seed on all ranks right before the model is created"
     if updates[0]["before"]["sharded"]:
         return fail(text, hint, learned=learned, kind="other-initial-weights")
     return warn(text, hint, learned=learned, kind="other-initial-weights")

@@ -21,10 +21,10 @@ from rankcheck.verification.questions.records import Opener, places_of
 from rankcheck.verification.questions.single import UpdatePair, weight_error
 
 REMEDIES = {  # by the library that writes the file
-    "hydra": "hydra.run.dir=... with the rank in it, or "
-             "hydra.output_subdir=null on the others",
-    "tensorboard": "make the SummaryWriter on rank 0 alone",
-    "wandb": 'wandb.init(mode="disabled") on the other ranks'}
+    "hydra": "set hydra.run.dir=... with the rank in it, or "
+             "hydra.output_subdir=null on the other ranks",
+    "tensorboard": "create the SummaryWriter on rank 0 only",
+    "wandb": 'call wandb.init(mode="disabled") on the other ranks'}
 
 
 @question("copies of the model are equal on all ranks")
@@ -46,13 +46,13 @@ def copies(case: Comparison) -> list[Finding]:
     if not differing:
         return []
     names = ", ".join(sorted(differing)[:3])
-    return [warn(f"a copy of the model differs between the ranks: {names}",
-                 "all ranks copy it once DDP "
-                 "has made the weights equal, and update it (EMA) after each "
-                 "step; right if only rank 0 uses it", kind="unequal-copies")]
+    return [warn(f"a copy of the model differs between ranks: {names}",
+                 "copy the model on all ranks after DDP has made the weights "
+                 "equal, and update the copy (EMA) after each step; fine if "
+                 "only rank 0 uses it", kind="unequal-copies")]
 
 
-@question("averages of the weights are those of one process")
+@question("averaged weights (EMA) match the single-process run")
 def averages(case: Comparison) -> list[Finding]:
     """Answer whether copies of the model follow it as with one process.
 
@@ -85,15 +85,15 @@ def averages(case: Comparison) -> list[Finding]:
         error = off(last - begin, expected_last - begin)
         if not error <= limit:
             return [fail(
-                f"a copy of the model is off by {percent(error)} of the way "
-                "that one process's has gone", "an average of the weights "
-                "(EMA) has to follow each optimizer step, by the same decay: "
-                "does it follow each microbatch, or depend on the number of "
-                "processes?", numbers={"error": error, "limit": limit},
+                "the update of a copy of the model has a relative error of "
+                f"{percent(error)}", "update averaged weights (EMA) once per "
+                "optimizer step, with the same decay: not per microbatch, nor "
+                "by the number of processes",
+                numbers={"error": error, "limit": limit},
                 kind="averaged-weights-differ")]
     if not compared:
         return []
-    return [ok("averages of the weights agree with a single process",
+    return [ok("averaged weights (EMA) match the single-process run",
                kind="averaged-weights-match")]
 
 
@@ -111,7 +111,7 @@ def follow_other_weights(case: Comparison) -> bool:
     return error is not None and not error.is_small
 
 
-@question("one rank alone writes and prints", always)
+@question("only one rank writes files and prints", always)
 def files(case: Comparison) -> Iterator[Finding]:
     """Answer whether several ranks write a file, or print the same lines."""
     for opener, names in find_shared_files(case).items():
@@ -119,7 +119,8 @@ def files(case: Comparison) -> Iterator[Finding]:
     lines = [set(rank.out.splitlines()) - {""} for rank in case.together.ranks]
     if any(lines[0] & other for other in lines[1:]):
         yield warn("several ranks print the same lines",
-                   "rank 0 is enough: if rank == 0:", kind="repeated-output")
+                   "print on one rank only: if rank == 0:",
+                   kind="repeated-output")
 
 
 def find_shared_files(case: Comparison) -> dict[Opener, list[str]]:
@@ -142,8 +143,8 @@ def several_write(opener: Opener, names: str) -> Finding:
     """Say that several ranks write these files."""
     if isinstance(opener, str):
         return warn(f"{opener} writes {names} on several ranks", REMEDIES.get(
-            opener, "by its settings: rank 0 alone, or another folder on each "
-            "rank"), kind="shared-files")
+            opener, "set it to write on rank 0 only, or to another folder on "
+            "each rank"), kind="shared-files")
     return fail([f"several ranks write {names}",
                  *in_brackets(places_of(opener))],
-                "only one should: if rank == 0:", kind="shared-files")
+                "write on one rank only: if rank == 0:", kind="shared-files")

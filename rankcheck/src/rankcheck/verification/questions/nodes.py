@@ -49,7 +49,7 @@ from rankcheck.verification.questions.single import LATER_GRADIENT
 from rankcheck.verification.questions.vectors import are_parallel, ratio_of
 from rankcheck.verification.runs import count_updates
 
-NOT_YET = "they were not tried"
+NOT_YET = "not tried"
 
 # Updates that are watched: one with the first weights, and one with what the
 # first update has made of them.
@@ -67,8 +67,8 @@ OTHER_SIZE = 0.1
 # Folders that each node usually has for itself. A guess: a site may share one
 # of them, or have local folders elsewhere.
 LOCAL = ("/tmp/", "/var/tmp/", "/dev/shm/", "/local/", "/scratch/local/")
-RANKS = ("RANK is a rank among all nodes, LOCAL_RANK one in its node, and "
-         "WORLD_SIZE and LOCAL_WORLD_SIZE count likewise")
+RANKS = ("RANK and WORLD_SIZE are global, LOCAL_RANK and LOCAL_WORLD_SIZE are "
+         "per node")
 
 
 def why_not(case: Comparison) -> str:
@@ -76,16 +76,16 @@ def why_not(case: Comparison) -> str:
     if case.nodes is not None:
         return case.nodes
     if case.size % 2:
-        return (f"they were not tried, as {case.size} processes are no two "
-                "nodes of as many each: -n 2 or another even number")
+        return (f"not tried, as {case.size} processes are not two equal "
+                "nodes: use -n 2 or another even number")
     if case.runs.device == "gpu":
-        return "they are tried on the CPU alone, without --device gpu"
+        return "tried on the CPU only, without --device gpu"
     if case.failed:
-        return "they are tried once nothing is wrong on one"
+        return "tried once nothing fails on one"
     if case.asked("join"):
-        return "they were not tried, as ranks end at different times"
+        return "not tried, as ranks end at different times"
     if not case.updates:
-        return "they were not tried, as no update was made by all ranks"
+        return "not tried, as no step was made by all ranks"
     return NOT_YET
 
 
@@ -121,7 +121,7 @@ class WrittenFile:
     ranks: list[int]
 
 
-@question("each rank of a node takes a GPU of its own")
+@question("each rank of a node uses its own GPU")
 def own_device(case: Comparison) -> list[Finding]:
     """Answer whether two ranks take the same GPU.
 
@@ -136,8 +136,8 @@ def own_device(case: Comparison) -> list[Finding]:
             continue
         other = taken.setdefault(numbers[0], rank)
         if other != rank:
-            return [fail(f"ranks {other} and {rank} take the same GPU, number "
-                         f"{numbers[0]}", "choose it by LOCAL_RANK: "
+            return [fail(f"ranks {other} and {rank} use the same GPU, number "
+                         f"{numbers[0]}", "select it by LOCAL_RANK: "
                          "torch.cuda.set_device(local_rank)",
                          ranks=[other, rank], numbers={"gpu": numbers[0]},
                          kind="shared-gpu")]
@@ -152,7 +152,7 @@ def all_on_the_first(case: Comparison) -> bool:
     return all(record.devices == [0] for record in case.together.all_records)
 
 
-@question("as two nodes the ranks train as on one",
+@question("the ranks train on two nodes as on one",
           where=lambda case: why_not(case) == NOT_YET)
 def as_two_nodes(case: Comparison) -> Iterator[Finding]:
     """Answer whether the ranks train as two nodes as they do on one."""
@@ -169,10 +169,12 @@ def as_two_nodes(case: Comparison) -> Iterator[Finding]:
         uneven = count_updates(trial)
         if uneven:
             ended = uneven[0]
-            ended.sentence.insert(0, "as two nodes ")
+            ended.sentence.insert(0, "on two nodes, ")
     if ended:
         if not ended.advice:
-            ended.hint = [f"on one node it does not: {RANKS}"]
+            ended.hint = [
+                "check what depends on the node, as it runs on one: "
+                f"{RANKS}"]
         ended.learned = {"nodes": ""}
         yield ended
         return
@@ -182,9 +184,9 @@ def as_two_nodes(case: Comparison) -> Iterator[Finding]:
     if not found:
         found = gradients(both)
     if not found:
-        found = [ok("as two nodes the ranks' weights and gradients are as "
-                    "equal as on one node, and no more samples are read twice,"
-                    f" in {counted(both.pairs, 'update')}",
+        found = [ok("on two nodes the ranks' weights and gradients are as "
+                    "equal as on one, and no more samples are read twice, in "
+                    f"{counted(both.pairs, 'step')}",
                     kind="nodes-equal")]
     found[0].learned = {"nodes": ""}
     yield from (*found, *files(both), *caches(both), *devices(both))
@@ -196,7 +198,7 @@ def refuses(ended: Finding, script: Path) -> bool:
     It does by the words of its error, or by an assertion about the number of
     nodes: a search for words, which an error about something else may have.
     """
-    words = ended.text.removeprefix("as two nodes ")
+    words = ended.text.removeprefix("on two nodes, ")
     if "AssertionError" in words:
         lines = script.read_text(errors="replace").splitlines()
         words += " ".join(lines[line - 1] for line in ended.lines
@@ -216,17 +218,16 @@ def samples(both: TwoNodes) -> list[Finding]:
         twice_before = len(one) - len(set(one))
         if twice / len(two) > twice_before / len(one) + CHANCE:
             return [fail(
-                f"as two nodes, in update {step} {twice} of {len(two)} samples"
-                " are read by several ranks, on one node "
-                f"{twice_before}", "the data is divided by a "
-                f"local number: {RANKS}", numbers={
+                f"on two nodes, in step {step}, {twice} of {len(two)} samples "
+                f"are read by several ranks (on one node {twice_before})",
+                f"divide the data by global numbers: {RANKS}", numbers={
                     "shared": twice, "samples": len(two)},
                 kind="nodes-shared-samples")]
         if abs(len(two) / len(one) - 1) > OTHER_SIZE:
             return [warn(
-                f"as two nodes an update has {len(two)} samples, with as many "
-                f"ranks on one node {len(one)}", "does the batch size or the "
-                f"accumulation follow LOCAL_WORLD_SIZE? {RANKS}",
+                f"on two nodes the global batch size is {len(two)}, on one "
+                f"node {len(one)}", "derive the batch size and the "
+                f"accumulation from WORLD_SIZE, not LOCAL_WORLD_SIZE: {RANKS}",
                 numbers={"samples": len(two), "single": len(one)},
                 kind="nodes-batch-size")]
     return []
@@ -239,9 +240,9 @@ def samplers(both: TwoNodes) -> list[Finding]:
         two = sampler_values(both.trial, both.case.size, name)
         if len(two) > 1 >= len(one):
             return [fail(
-                f"as two nodes the ranks' DistributedSamplers have different "
-                f"{kind}: together they do not read each sample once",
-                f"does that follow the number of the node? {RANKS}",
+                f"on two nodes the ranks' DistributedSamplers have different "
+                f"{kind}, so together they do not read each sample once",
+                f"check whether that depends on the node: {RANKS}",
                 kind="nodes-sampler")]
     return []
 
@@ -270,9 +271,10 @@ def weights(both: TwoNodes) -> list[Finding]:
             if whole.apart and not put_together(known, key).apart:
                 rank = min(whole.differing)
                 return [fail(
-                    f"as two nodes, {when} update {step} the {name} of rank "
-                    f"{rank} are not rank 0's: {both.case.named(whole.apart)}",
-                    f"is something done on a local rank alone? {RANKS}",
+                    f"on two nodes, {when} step {step}, the {name} of rank "
+                    f"{rank} differ from rank 0's: "
+                    f"{both.case.named(whole.apart)}",
+                    f"look for what only a local rank does: {RANKS}",
                     ranks=sorted(whole.differing), kind="nodes-unequal-ranks")]
     return []
 
@@ -284,17 +286,17 @@ def optimizer_settings(both: TwoNodes) -> list[Finding]:
             rates, good_rates = update["rates"], expected["rates"]
             if rates and good_rates and not are_close(rates[0], good_rates[0]):
                 return [warn(
-                    f"as two nodes the learning rate is {rates[0]:.3g} in "
-                    f"update {step}, with as many ranks on one node "
-                    f"{good_rates[0]:.3g}", "does it follow LOCAL_WORLD_SIZE? "
-                    f"{RANKS}", kind="nodes-learning-rate")]
+                    f"on two nodes the learning rate is {rates[0]:.3g} in "
+                    f"step {step}, on one node {good_rates[0]:.3g}", "check "
+                    f"whether it depends on LOCAL_WORLD_SIZE: {RANKS}",
+                    kind="nodes-learning-rate")]
     found = differences(by_parameter(both.trial.record_of(0)),
                         by_parameter(both.case.together.record_of(0)))
     for difference, names in found.items():
         return [warn(
-            f"as two nodes the {difference.setting} of "
+            f"on two nodes the {difference.setting} of "
             f"{both.case.named(names)} is {show(difference.value)}, on one "
-            f"node {show(difference.other)}", f"the same ranks train: {RANKS}"
+            f"node {show(difference.other)}", f"use the same settings: {RANKS}"
             , kind="nodes-optimizer-setting")]
     return []
 
@@ -334,13 +336,13 @@ def gradients(both: TwoNodes) -> list[Finding]:
                 words = f"are {factor:.3g} times those on one node"
                 numbers["factor"] = factor
             return [fail(
-                f"as two nodes, in update {step} the gradients {words}, of the"
-                " same samples", "does a factor, or a group of ranks that "
-                f"reduces them, follow LOCAL_WORLD_SIZE? {RANKS}",
+                f"on two nodes, in step {step}, the gradients {words}, for "
+                "the same samples", "look for a factor, or a process group, "
+                f"that depends on LOCAL_WORLD_SIZE: {RANKS}",
                 numbers=numbers,
                 kind="nodes-gradients-differ")]
-    return [ok("as two nodes the ranks compute the gradients of as many ranks "
-               f"on one node, in {counted(pairs, 'update')}",
+    return [ok("on two nodes the gradients match those on one, in "
+               f"{counted(pairs, 'step')}",
                numbers={"steps": len(pairs)},
                kind="nodes-gradients-match")]
 
@@ -371,13 +373,12 @@ def files(both: TwoNodes) -> Iterator[Finding]:
         names = ", ".join(sorted({Path(file.path).name
                                   for file in written})[:3])
         ranks = " and ".join(map(str, written[0].ranks[:4]))
-        text = f"as two nodes, ranks {ranks} write the same {names}"
+        text = f"on two nodes, ranks {ranks} write the same {names}"
         if isinstance(opener, str):
             text = f"{opener}: {text}"
         finding = warn(
-            text, "on a file system that the nodes share, one rank among all "
-            "writes it: if RANK is 0, not LOCAL_RANK; right if the folder "
-            "is each node's own", ranks=written[0].ranks,
+            text, "let one global rank write it (RANK 0, not LOCAL_RANK 0); "
+            "fine if each node has its own folder", ranks=written[0].ranks,
             kind="nodes-shared-files")
         finding.sentence += in_brackets(places_of(opener))
         yield finding
@@ -427,12 +428,11 @@ def reads_of_other_node(trial: Trial, rank: int, path: str, opener: int
     place = Path(path)
     where = str(place.parent)
     if where.startswith(f"{Path(trial.copy).parent}/"):
-        where = "the folder for temporary files"
+        where = "the temporary folder"
     finding = warn(
-        f"as two nodes, rank {rank} reads {place.name} in {where},"
-        " which only the other node has written", "each node has its own: "
-        "there, on each of them one rank has to write it, if LOCAL_RANK "
-        "is 0; or put it where all nodes can read it", ranks=[rank],
+        f"on two nodes, rank {rank} reads {place.name} in {where}, which only "
+        "the other node has written", "write it on each node (LOCAL_RANK 0), "
+        "or where all nodes can read it", ranks=[rank],
         kind="nodes-local-file")
     finding.sentence += in_brackets(places_of(opener))
     return finding
@@ -449,10 +449,10 @@ def devices(both: TwoNodes) -> list[Finding]:
         beyond = [number for number in record.devices if number >= count]
         if beyond:
             return [fail(
-                f"as two nodes with a GPU for each rank, rank {rank} takes "
+                f"on two nodes with one GPU per rank, rank {rank} uses "
                 f"GPU {beyond[0]}, but its node has "
                 f"{counted(range(count), 'GPU')}",
-                "choose a GPU by LOCAL_RANK, not by RANK", ranks=[rank],
+                "select the GPU by LOCAL_RANK, not by RANK", ranks=[rank],
                 numbers={"gpu": beyond[0]},
                 kind="nodes-no-such-gpu")]
     return []

@@ -42,11 +42,11 @@ class Difference:
         verb = "is"
         if name == "betas":
             verb = "are"
-        return (f"{name} {verb} {show(self.value)}, {whose} "
-                f"{show(self.other)}, for {names}")
+        return (f"{name} of {names} {verb} {show(self.value)}, {whose} "
+                f"{show(self.other)}")
 
 
-@question("the optimizers have the settings of one process")
+@question("optimizer settings are those of the single-process run")
 def settings(case: Comparison) -> Iterator[Finding]:
     """Answer whether each parameter is trained with the same settings.
 
@@ -60,8 +60,8 @@ def settings(case: Comparison) -> Iterator[Finding]:
             words = first.words(case.named(names), "on rank 0")
             yield fail(
                 f"on rank {rank} the {words}",
-                "the ranks train the same weights, so all have to tell their "
-                "optimizers the same", ranks=[rank],
+                "use the same settings on all ranks, which train the same "
+                "weights", ranks=[rank],
                 kind="unequal-optimizer-settings")
             return
     if not case.alone:
@@ -74,27 +74,27 @@ def settings(case: Comparison) -> Iterator[Finding]:
 def judge(case: Comparison, difference: Difference, names: list[str]
           ) -> Finding:
     """Say whether a setting may be another one than with one process."""
-    words = difference.words(case.named(names), "with one process")
+    words = difference.words(case.named(names), "with 1 process")
     text = f"the {words}"
     if difference.setting == "lr":
-        return warn(text, "other parameters have the rate of one process, "
-                    "or the same multiple of it: does the rate of this "
-                    "group depend on the number of processes?",
+        return warn(text, "check whether the learning rate of this group "
+                    "depends on the number of processes: the others have "
+                    "that of 1 process, or the same multiple of it",
                     learned={"settings": text}, kind="optimizer-setting")
     if not has_same_batch(case):
-        return ok(f"{text}: right if it follows the minibatch",
+        return ok(f"{text}: fine if it follows the batch size",
                   kind="optimizer-setting")
     if difference.setting == "weight_decay" and are_close(
             case.rate * difference.value[0], difference.other[0]):
-        return ok(f"{text}: times the learning rate it is the same",
+        return ok(f"{text}: the same, multiplied by the learning rate",
                   kind="optimizer-setting")
     if case.rate != 1 or case.apart or difference.setting in SCALED:
-        return warn(text, "right if it makes up for gradients that are a "
-                    "sum over the ranks", learned={"settings": text},
+        return warn(text, "check that it compensates for gradients that are "
+                    "a sum over the ranks", learned={"settings": text},
                     kind="optimizer-setting")
-    return fail(text, "with the same minibatch it has to be the same: "
-                "does it depend on the number of processes, as the "
-                "batch size of one rank does?",
+    return fail(text, "keep it, as the global batch size is the same: it "
+                "may not depend on the number of processes, or on the batch "
+                "size of one rank",
                 learned={"settings": text}, kind="optimizer-setting")
 
 

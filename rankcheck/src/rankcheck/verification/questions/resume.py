@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from rankcheck.engine.findings import (
     Finding,
+    count_of,
     counted,
     fail,
     ok,
@@ -35,7 +36,7 @@ SAME = 1e-6
 CLOSE = 1e-4
 
 
-@question("a resume brings everything back",
+@question("a resume restores everything",
           where=lambda case: case.runs.resume_flags is not None)
 def resumed_run(case: Comparison) -> list[Finding]:
     """Answer whether a resume continues the run that was ended."""
@@ -45,13 +46,13 @@ def resumed_run(case: Comparison) -> list[Finding]:
     places = {record.saved for record in first.all_records}
     at = next(iter(places))  # steps of all optimizers before that
     if at is None or None in places:
-        return [fail("it has saved nothing by torch.save before update "
-                     f"{case.runs.steps - 1}, the last that is watched", "let "
-                     "it save earlier, by its flags, or watch more updates: "
-                     "--steps", kind="nothing-saved")]
+        return [fail("torch.save saves nothing before step "
+                     f"{case.runs.steps - 1}, the last that is watched",
+                     "save earlier, by the script's flags, or watch more "
+                     "steps: --steps", kind="nothing-saved")]
     if len(places) > 1:
-        return [warn("the ranks save after different updates", "verify "
-                     "cannot tell what a resume brings back",
+        return [warn("the ranks save after different steps", "save after the "
+                     "same step, so that a resume can be checked",
                      kind="uneven-saves")]
     made = count_made(first.record_of(0).updates, at)
     again, ended = case.runs("resumed", case.runs.resume_flags, made)
@@ -70,13 +71,14 @@ def resumed_run(case: Comparison) -> list[Finding]:
                 *position(before, good, back, lost)]
     if not repeats:
         findings.append(warn(
-            "only the next update was compared: two runs with the same flags "
-            "differ", "set a seed, and write {run} into the flag that names "
-            "its folder", kind="resume-next-step-only"))
+            "only the next step was compared: two runs with the same flags "
+            "differ", "set a seed, and use {run} in the flag that names the "
+            "run's folder", kind="resume-next-step-only"))
     elif not any(finding.verdict == "FAIL" for finding in findings):
         findings += afterwards(good, back, lost)
     for finding in findings:
-        finding.sentence.insert(0, f"a resume after {made} updates: ")
+        finding.sentence.insert(
+            0, f"resuming after {count_of(made, 'step')}: ")
         finding.numbers = {**finding.numbers, "saved": made}
     return findings
 
@@ -153,12 +155,12 @@ def weights(before: Sequence[Updates], good: Sequence[Updates],
         if error <= SAME:  # nan is not
             continue
         begin = first_of_optimizer(before, updates)
-        text = f"the weights are off by {percent(error)}"
+        text = f"the weights have a relative error of {percent(error)}"
         if error_of(resumed, begin, "before") < SAME:
-            text = "the weights begin anew"
+            text = "the weights were re-initialized, not restored"
         return [fail(text, "load them: model.load_state_dict(...)",
                      kind="weights-not-restored")]
-    return [ok("the weights come back", kind="weights-restored")]
+    return [ok("weights are restored", kind="weights-restored")]
 
 
 def first_of_optimizer(before: Sequence[Updates], updates: Updates
@@ -177,7 +179,7 @@ def kept(case: Comparison, good: Sequence[Updates], back: Sequence[Updates]
 
     That are moments, and the number of their steps.
     """
-    load = ("load it, once the optimizer has its parameters: "
+    load = ("load the state once the optimizer has its parameters: "
             "optimizer.load_state_dict(...)")
     names: set[str] = set()
     for updates, resumed in first_updates(good, back):
@@ -185,8 +187,8 @@ def kept(case: Comparison, good: Sequence[Updates], back: Sequence[Updates]
             updates, resumed, strict=True))
             if names_of(update["kept"]) - names_of(other["kept"])]
         if 0 < len(lack) < len(updates):
-            return [fail("the optimizer's state does not come back on rank "
-                         f"{lack[0]}", f"every rank: {load}", ranks=lack,
+            return [fail("the optimizer's state is not restored on rank "
+                         f"{lack[0]}", f"on every rank, {load}", ranks=lack,
                          kind="optimizer-not-restored")]
         saved = put_together(updates, "kept").tensors
         loaded = put_together(resumed, "kept").tensors
@@ -196,23 +198,23 @@ def kept(case: Comparison, good: Sequence[Updates], back: Sequence[Updates]
             state = f"{name} of {case.named([weight])}"
             value = loaded.get(key)
             if value is None:
-                return [fail("the optimizer's state does not come back: no "
+                return [fail("the optimizer's state is not restored: no "
                              f"{state}", load, kind="optimizer-not-restored")]
             if value.shape != expected.shape:
-                return [fail("the optimizer's state does not come back: no "
-                             f"{state} in that shape", load,
+                return [fail("the optimizer's state is not restored: "
+                             f"{state} has another shape", load,
                              kind="optimizer-not-restored")]
             error = relative_error({key: value}, {key: expected})
             if not error <= SAME:
-                text = f"off by {percent(error)}"
+                text = f"has a relative error of {percent(error)}"
                 if value.numel() == 1:
-                    text = f"{value.item():g}, not {expected.item():g}"
-                return [fail(f"the optimizer's {state} is {text}", load,
+                    text = f"is {value.item():g}, not {expected.item():g}"
+                return [fail(f"the optimizer's {state} {text}", load,
                              kind="optimizer-not-restored")]
     if not names:
-        return [ok("the optimizer keeps no state",
+        return [ok("the optimizer has no state",
                    kind="optimizer-without-state")]
-    return [ok("the optimizer's state comes back "
+    return [ok("the optimizer's state is restored "
                f"({', '.join(sorted(names))})", kind="optimizer-restored")]
 
 
@@ -227,13 +229,13 @@ def learning_rates(before: Sequence[Updates], good: Sequence[Updates],
         text = f"{difference}, {name_update(i)}"
         if i < len(before) and rates == before[i][0]["rates"]:
             text += ", as at the start"
-        return [fail(text, "it follows from "
-                     "the step: scheduler.load_state_dict(...), or count the "
-                     "steps on", kind="learning-rate-not-restored")]
+        return [fail(text, "restore the schedule: "
+                     "scheduler.load_state_dict(...), or derive the rate from "
+                     "the step", kind="learning-rate-not-restored")]
     rates = good[0][0]["rates"]
     if not rates:
         return [ok("no learning rate was seen", kind="no-learning-rate")]
-    return [ok(f"the learning rate goes on ({rates[0]:.4g})",
+    return [ok(f"the learning rate is restored ({rates[0]:.4g})",
                kind="learning-rate-restored")]
 
 
@@ -254,10 +256,10 @@ def describe_rates(rates: Sequence[float], expected: Sequence[float]) -> str:
 def name_update(i: int) -> str:
     """Say how long after the resume an update is. i: counted from 0."""
     if i == 0:
-        return "in the next update"
+        return "in the next step"
     if i == 1:
-        return "in the update after the next"
-    return f"{i} updates later"
+        return "one step later"
+    return f"{i} steps later"
 
 
 def severity(good: Sequence[Updates], lost: Sequence[int]
@@ -283,27 +285,27 @@ def position(before: Sequence[Updates], good: Sequence[Updates],
         lost: as in `severity`.
     """
     if not samples(good[0]):
-        return [warn("its position in the data was not seen", "no samples "
-                     "were seen: a sample is a row of what the model gets",
+        return [warn("the data position was not seen", "give the model "
+                     "tensors whose rows are samples",
                      kind="position-not-seen")]
     for i, (updates, resumed) in enumerate(zip(good, back, strict=False)):
         read = samples(resumed)
         if samples(updates) == read:
             continue
-        hint = ("save the position in the data, with the seed of its order, "
-                "and skip what was read")
+        hint = ("save the data position and the seed of the order, and skip "
+                "what was read")
         for number, earlier in enumerate(before):
             if samples(earlier) == read:
                 return [fail(f"{name_update(i)} it reads the samples of "
-                             f"update {number} again", hint,
+                             f"step {number} again", hint,
                              numbers={"repeats": number},
                              kind="position-not-restored")]
         if lost:
-            hint += "; or the other random numbers are all of it"
+            hint += "; or restore the RNG state, which may be all of it"
         say = severity(good, lost)
-        return [say(f"{name_update(i)} it reads other samples than without "
-                    "the stop", hint, kind="position-not-restored")]
-    return [ok("it goes on in the data where it was",
+        return [say(f"{name_update(i)} it reads other samples than the "
+                    "uninterrupted run", hint, kind="position-not-restored")]
+    return [ok("the data position is restored",
                kind="position-restored")]
 
 
@@ -316,8 +318,8 @@ def random_numbers(before: Sequence[Updates], good: Sequence[Updates],
     of the script's own are not seen.
     """
     if len(before) < 2:
-        return [warn("whether random numbers are drawn was not seen: it has "
-                     "saved after the first update", "let it save later",
+        return [warn("whether random numbers are drawn was not seen: the "
+                     "script saved after the first step", "save later",
                      kind="rng-not-seen")]
     findings = []
     for name in good[0][0]["random"]:
@@ -326,15 +328,15 @@ def random_numbers(before: Sequence[Updates], good: Sequence[Updates],
         wrong = [rank for rank, update in enumerate(back[0])
                  if update["random"][name] != good[0][rank]["random"][name]]
         if wrong:
-            return [warn(f"{name} random numbers do not go on (rank "
-                         f"{wrong[0]})", "dropout, augmentation and sampling "
-                         "draw others then: save each rank's generators, or "
-                         "seed them from the step", ranks=wrong,
+            return [warn(f"{name} RNG state is not restored (rank "
+                         f"{wrong[0]})", "save each rank's RNG state, or seed "
+                         "it from the step: dropout, augmentation and "
+                         "sampling differ otherwise", ranks=wrong,
                          kind="rng-not-restored")]
-        findings.append(ok(f"{name} random numbers go on",
+        findings.append(ok(f"{name} RNG state is restored",
                            kind="rng-restored"))
     if not findings:
-        return [ok("no random numbers are drawn from one update to the next",
+        return [ok("no random numbers are drawn between steps",
                    kind="rng-unused")]
     return findings
 
@@ -356,10 +358,10 @@ def afterwards(good: Sequence[Updates], back: Sequence[Updates],
     """
     count = 0
     say = severity(good, lost)
-    hint = ("something else does not come back: BatchNorm's statistics, a "
-            "setting of the optimizer, the scale of a GradScaler, the seed?")
+    hint = ("look for what else is not restored: BatchNorm's statistics, an "
+            "optimizer's settings, the scale of a GradScaler, a seed")
     if lost:
-        hint = "the other random numbers may be all of it"
+        hint = "restore the RNG state first, which may be all of it"
     for i, (updates, resumed) in enumerate(zip(good, back, strict=False)):
         loss, expected = total_loss(resumed), total_loss(updates)
         if not abs(loss - expected) <= CLOSE * max(abs(expected), 1e-30):
@@ -374,15 +376,15 @@ def afterwards(good: Sequence[Updates], back: Sequence[Updates],
                 count += 1
             error = error_of(resumed, updates, key)
             if not error <= CLOSE:
-                return [say(f"{name_update(i)} the {key} are off by "
-                            f"{percent(error)}", hint,
+                return [say(f"{name_update(i)} the {key} have a relative "
+                            f"error of {percent(error)}", hint,
                             kind="resumed-run-differs")]
     if not count:
-        return [warn("no update after it was compared", "let it save "
-                     "earlier, or watch more updates: --steps",
+        return [warn("no later step was compared", "save earlier, or watch "
+                     "more steps: --steps",
                      kind="resumed-run-not-compared")]
-    return [ok(f"the {count} updates after it are those of the run that was "
-               "not stopped", kind="resumed-run-matches")]
+    return [ok(f"{count_of(count, 'later step')} as in the uninterrupted run",
+               kind="resumed-run-matches")]
 
 
 def total_loss(updates: Updates) -> float:

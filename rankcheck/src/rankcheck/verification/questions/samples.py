@@ -6,7 +6,15 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 
-from rankcheck.engine.findings import Finding, fail, ok, percent, warn
+from rankcheck.engine.findings import (
+    Finding,
+    count_of,
+    counted,
+    fail,
+    ok,
+    percent,
+    warn,
+)
 from rankcheck.engine.questions import always
 from rankcheck.verification.comparison import (
     LOSS,
@@ -23,8 +31,8 @@ from rankcheck.verification.questions.records import (
     sampler_starts,
 )
 
-OWN = ("each has to read its own: a DistributedSampler, or where they are "
-       "drawn at random, as noise is, another seed on each rank")
+OWN = ("each rank must read different samples: use a DistributedSampler, or "
+       "give each rank its own seed if samples are generated")
 
 # Number of samples that may repeat under a DistributedSampler; where there are
 # more ranks, that of the ranks. Samples of data with few distinct values are
@@ -51,9 +59,8 @@ OTHER_SIZE = 0.2
 # between 1 and 2, not a measurement.
 SHARDED_TWICE = 1.5
 
-ONE_ORDER = ("a DistributedSampler gives each rank its part of one order: is "
-             "the order drawn by a generator that differs between the ranks? "
-             "Seed it alike on all ranks, as with the epoch")
+ONE_ORDER = ("seed the order alike on all ranks, for example with the epoch: "
+             "a DistributedSampler gives each rank its part of one order")
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,7 @@ class RateComparison:
     kind: str = "batch-size"
 
 
-@question("the ranks read different samples", always)
+@question("each rank reads different samples", always)
 def samples(case: Comparison) -> list[Finding]:
     """Answer whether each rank reads samples of its own, and how many."""
     sets = sample_sets(case)
@@ -121,9 +128,10 @@ def samples(case: Comparison) -> list[Finding]:
     if case.splits_matrices:
         return in_groups(case, sets)
     if has_equal_samples(case.single):
-        return [warn("all samples are alike, with one process, too: who reads "
-                     "which cannot be seen", "made data? each sample another",
-                     learned={"apart": case.apart or "all samples are alike"},
+        return [warn("all samples are identical, with 1 process as well, so "
+                     "it is unknown which rank reads which",
+                     "use data with different samples", learned={
+                         "apart": case.apart or "all samples are identical"},
                      kind="identical-samples")]
     if len(sets[0]) > 1 and all(map(are_equal, sets)):
         return [all_read_the_same(case)]
@@ -170,8 +178,8 @@ def all_read_the_same(case: Comparison) -> Finding:
     """Say that all ranks read the same samples."""
     text = f"all {case.size} ranks read the same samples"
     if divides(case):
-        return warn(f"{text}, and compute parts of one process's loss",
-                    "right if the model divides them among the ranks",
+        return warn(f"{text}, and compute parts of the single-process loss",
+                    "check that the model divides them among the ranks",
                     kind="same-samples")
     return fail(text, OWN, kind="same-samples")
 
@@ -229,17 +237,18 @@ def in_groups(case: Comparison, sets: list[list[set[str]]]) -> list[Finding]:
     """
     most = max(map(len, sets))
     if most < case.size:
-        return [ok(f"{most} of {case.size} ranks read samples: "
-                   "the others are given what ranks send them",
+        return [ok(f"{most} of {case.size} ranks read samples; the others "
+                   "get their input from these",
                    numbers={"readers": most}, kind="samples-of-few-ranks")]
     size = size_of_groups(case, sets)
-    text = "each rank reads other samples"
+    text = "each rank reads different samples"
     if size == case.size:
         text = "all ranks read the same samples"
     elif size > 1:
         text = f"groups of {size} ranks read the same samples"
-    return [warn(text, "ranks of one group of tensor parallelism read the "
-                 "same, other groups other samples", numbers={"group": size},
+    return [warn(text, "check the groups: ranks of a tensor-parallel group "
+                 "must read the same samples, other groups different ones",
+                 numbers={"group": size},
                  kind="samples-of-groups")]
 
 
@@ -276,7 +285,7 @@ def repeats_in_a_step(reading: Reading, each: int, size: int) -> Finding:
     # a DistributedSampler repeats fewer at its end than there are ranks
     more = repeats_beyond_one_process(reading)
     if reading.partitioned and more > max(size, BY_CHANCE):
-        return fail(f"{more} samples are read again, though a "
+        return fail(f"{more} samples are read more than once, although a "
                     "DistributedSampler gives each rank its part", ONE_ORDER,
                     kind="sampler-overlap")
     usual = usual_repeats(reading.single)
@@ -284,13 +293,13 @@ def repeats_in_a_step(reading: Reading, each: int, size: int) -> Finding:
     total = sum(len(step.rows) for step in steps)
     numbers: dict[str, float] = {"shared": sum(twice), "samples": total}
     text = (f"{sum(twice)} of {total} samples are read by several ranks in "
-            "the same update")
-    by_chance = f"by chance, if they are drawn at random; else {OWN}"
+            "the same step")
+    by_chance = f"{OWN}; fine if they are drawn at random"
     for i, step in enumerate(steps):
         if twice[i] <= (usual + TWICE) * len(step.rows):
             continue
         if step.update:
-            text += f", from update {step.update} on"
+            text += f", from step {step.update} on"
         numbers["step"] = step.update
         steady = len(twice) > i + 1 and len(set(twice[i:])) == 1
         if steady and reading.single:
@@ -298,7 +307,7 @@ def repeats_in_a_step(reading: Reading, each: int, size: int) -> Finding:
         return warn(text, by_chance, numbers=numbers, kind="shared-samples")
     if sum(twice) > usual * total:
         return warn(text, by_chance, numbers=numbers, kind="shared-samples")
-    return ok(f"in each update the ranks read different samples ({each} each)",
+    return ok(f"in each step the ranks read different samples ({each} each)",
               numbers={"samples": each}, kind="distinct-samples")
 
 
@@ -326,28 +335,29 @@ def repeats_of_earlier(reading: Reading) -> Finding | None:
     share = share_again(read[:most])
     usual = share_again(read_by_one[:most])
     numbers = {"percent": 100 * share}
-    text = (f"{percent(share)} of the samples were read in an earlier update "
-            "as well")
+    text = (f"{percent(share)} of the samples were already read in an earlier "
+            "step")
     if single:
-        text += f", with one process {percent(usual)} of as many"
+        text += f" (with 1 process: {percent(usual)} of as many)"
         numbers["single"] = 100 * usual
     counts = count_again(steps)
     steady = len(counts) > 1 and len(set(counts)) == 1
     if single and share > usual + TWICE and steady:
-        return fail(text, "each step has to begin where all ranks together "
-                    "ended the last one", numbers=numbers,
+        return fail(text, "start each step where all ranks together ended "
+                    "the previous one", numbers=numbers,
                     kind="repeated-samples")
     if share <= TWICE:
         return None
     if reading.streamed:
-        return warn(text, "does each worker of the DataLoader read all? It is "
-                    "told which it is by torch.utils.data.get_worker_info(); "
-                    "right if the dataset is that small", numbers=numbers,
+        return warn(text, "check whether every DataLoader worker iterates "
+                    "over the whole dataset: select each worker's part by "
+                    "torch.utils.data.get_worker_info(); fine if the dataset "
+                    "is that small", numbers=numbers,
                     kind="repeated-samples")
     if single and share <= usual + TWICE:
         return ok(text, numbers=numbers, kind="repeated-samples")
-    return warn(text, "right if the dataset is that small, or samples are "
-                "drawn with replacement", numbers=numbers,
+    return warn(text, "check the order; fine if the dataset is that small, or "
+                "samples are drawn with replacement", numbers=numbers,
                 kind="repeated-samples")
 
 
@@ -416,11 +426,11 @@ def given_by(sampler: int, rank: int, updates: Updates) -> Finding | None:
     if len(steps) < 2 or not all(steps):
         return None
     return warn(
-        f"of {drawn} samples that a DistributedSampler gave rank "
-        f"{rank} in {len(steps)} updates, the model got {got}",
-        "is the data sharded twice, as by Accelerate's prepare() "
-        "or Lightning's Trainer, which add a sampler of their "
-        "own? Right if the script leaves some out on purpose",
+        f"the model got {got} of {drawn} samples that a DistributedSampler "
+        f"gave rank {rank} in {counted(steps, 'step')}",
+        "shard the data once: Accelerate's prepare() and Lightning's Trainer "
+        "add a sampler of their own; fine if the script drops some on "
+        "purpose",
         ranks=[rank], numbers={"drawn": drawn, "samples": got},
         kind="dropped-samples")
 
@@ -432,7 +442,7 @@ def size_of_minibatch(case: Comparison) -> list[Finding]:
     now = next(filter(None, counts), 0)
     before = next(filter(None, single_counts), 0)
     if not case.alone:
-        return [ok(f"an update has {now} samples", numbers={"samples": now},
+        return [ok(f"global batch size is {now}", numbers={"samples": now},
                    kind="batch-size")]
     times = 1.0
     if before:
@@ -441,32 +451,33 @@ def size_of_minibatch(case: Comparison) -> list[Finding]:
     numbers: dict[str, float] = {"samples": now, "single": before}
     if rate.factor is not None:
         numbers |= {"rate": rate.factor, "rates": rate.distinct}
-    keep = ("keep the minibatch: divide the batch size, or the accumulation "
-            "steps, by the number of processes; or choose another learning "
-            "rate")
+    keep = ("keep the global batch size: divide the batch size, or the "
+            "accumulation steps, by the number of processes; or adapt the "
+            "learning rate")
     if before and abs(times - 1) < SAME_SIZE:
         step = first_other_size(counts, single_counts)
         if step is not None:
             return [warn(
-                f"the first update has {now} samples, as with one process,"
-                f" but update {step} has {counts[step]}, with one process "
+                f"global batch size is {now} in the first step, as with 1 "
+                f"process, but {counts[step]} in step {step}, with 1 process "
                 f"{single_counts[step]}", keep, numbers={
                     "step": step, "samples": counts[step],
                     "single": single_counts[step]},
                 kind="changed-batch-size")]
-    text = f"an update has {now} samples"
+    text = f"global batch size is {now}"
     if before not in (0, now):
-        text += f", with one process {before}"
+        text += f" with {case.size} processes, {before} with 1"
     elif before:
-        text += ", as with one process"
+        text += ", as with 1 process"
     text += f"; {rate.text}"
     if rate.differs:
-        return [warn(text, "one schedule for all who train the same weights",
+        return [warn(text, "use the same schedule on all ranks",
                      numbers=numbers, kind="unequal-learning-rates")]
     if abs(times - 1) < SAME_SIZE:
         if rate.factor == 1:
             return [ok(text, numbers=numbers, kind="batch-size")]
-        return [warn(text, "with the same minibatch it need not change",
+        return [warn(text, "keep the learning rate: the global batch size "
+                     "is the same",
                      learned={"rate": rate.factor or 1.0}, numbers=numbers,
                      kind="learning-rate")]
     # by the linear rule, or by that of the square root
@@ -501,15 +512,15 @@ def sizes_of_ranks(case: Comparison) -> list[Finding]:
             continue
         if not least and not case.updates[0][rank]["samples"]:
             continue  # from the first update on
-        hint = ("a mean of the ranks' gradients counts them alike: a "
-                "DistributedSampler, which repeats some, drop_last, or a loss "
-                "that is weighed by their number")
+        hint = ("use a DistributedSampler, which repeats some, drop_last, or "
+                "weight the loss by the number of samples: a mean over ranks "
+                "counts all ranks equally")
         if not least:
-            hint = ("with model.eval() none are seen: is model.train() called "
-                    "after an evaluation?")
+            hint = ("call model.train() after an evaluation: with "
+                    "model.eval() no samples are seen")
         return [warn(
-            f"in update {step} rank {rank} reads {least} samples, "
-            f"and rank {counts.index(most)} {most}", hint,
+            f"in step {step} rank {rank} reads {count_of(least, 'sample')}, "
+            f"rank {counts.index(most)} {most}", hint,
             ranks=[rank], numbers={"step": step, "fewest": least,
                                    "most": most}, kind="uneven-batches")]
     return []
@@ -522,8 +533,8 @@ def learning_rate(case: Comparison) -> RateComparison:
             rates = update["rates"][:1] + updates[0]["rates"][:1]
             if len(rates) == 2 and not are_close(rates[0], rates[1]):
                 return RateComparison(
-                    f"the learning rate of rank {rank} is {rates[0]:.3g}, "
-                    f"of rank 0 {rates[1]:.3g}, in update {step}", None,
+                    f"the learning rate is {rates[0]:.3g} on rank {rank}, "
+                    f"{rates[1]:.3g} on rank 0, in step {step}", None,
                     differs=True)
     together = case.together.record_of(0).updates
     numbers = sorted({update["optimizer"] for update in case.longest})
@@ -550,29 +561,29 @@ def compare_rates(case: Comparison, single_rates: list[float],
     if not odd:
         text = "the learning rate is the same"
         if case.still and len(set(rates)) > 1:
-            text += " after as many updates, not after as many samples"
+            text += " after as many steps, not after as many samples"
         return RateComparison(text, 1, distinct=len(set(rates)))
     first = odd[0]
     ratio = rates[first] / (single_rates[first] or 1e-30)
     if all(are_close(rate, ratio * expected) for rate, expected in pairs):
         return RateComparison(
-            f"the learning rate is {ratio:.3g} times as large", ratio)
-    text = (f"the learning rate is {rates[first]:.3g}, with one process "
+            f"the learning rate is {ratio:.3g} times that of 1 process", ratio)
+    text = (f"the learning rate is {rates[first]:.3g}, with 1 process "
             f"{single_rates[first]:.3g}")
     if first:
-        text += f", in update {first}"
+        text += f", in step {first}"
     ahead = single_rates[::case.size]
     kind = "batch-size"
     if len(ahead) > first and all(map(are_close, rates, ahead)):
         kind = "schedule-stepped-by-each-rank"
-        text += (", as if its schedule were stepped "
-                 f"{case.size} times an update")
+        text += (", as if its schedule advanced "
+                 f"{case.size} times per step")
         if case.still:
-            text += ": after as many samples it is the same"
+            text += " (it is the same after as many samples)"
     return RateComparison(text, None, kind=kind)
 
 
-@question("the ranks' samplers agree", always)
+@question("the ranks' samplers divide the same order", always)
 def samplers(case: Comparison) -> list[Finding]:
     """Answer whether the ranks' DistributedSamplers divide one order."""
     starts = flatten(sampler_starts(case.together, rank)[:1]
@@ -583,18 +594,18 @@ def samplers(case: Comparison) -> list[Finding]:
             ("subsets of the data", {start.subset for start in first})):
         if len(values) > 1:
             return [fail("the ranks' DistributedSamplers have different "
-                         f"{kind}: together they do not read each sample once",
-                         "the same seed on all ranks, for random_split, too: "
-                         "each takes its part", kind="unequal-samplers")]
+                         f"{kind}, so together they do not read each sample "
+                         "once", "use the same seed on all ranks, for "
+                         "random_split as well", kind="unequal-samplers")]
     epochs = case.together.asked("epochs")  # rank 0's: (sampler, epoch)
     if len(epochs) > len(set(epochs)) == len(dict(epochs)):
         return [warn(f"set_epoch({epochs[0][1]}) is called in several epochs",
-                     "sampler.set_epoch(epoch), the number of the epoch: with "
-                     "the same one all epochs have the same order",
+                     "call sampler.set_epoch(epoch) with the epoch's number: "
+                     "otherwise every epoch has the same order",
                      kind="constant-epoch")]
     if False in case.asked("epoch"):
-        return [warn("a DistributedSampler shuffles, and set_epoch was not "
-                     "called before its first epoch", "sampler.set_epoch("
-                     "epoch) in each epoch: without it, or another seed, all "
-                     "epochs have the same order", kind="no-set-epoch")]
+        return [warn("a DistributedSampler shuffles, but set_epoch was not "
+                     "called before its first epoch", "call sampler.set_epoch("
+                     "epoch) in each epoch: without it, or another seed, "
+                     "every epoch has the same order", kind="no-set-epoch")]
     return []

@@ -8,7 +8,15 @@ from typing import TypeAlias
 
 import torch
 
-from rankcheck.engine.findings import Finding, Proof, fail, ok, percent, warn
+from rankcheck.engine.findings import (
+    Finding,
+    Proof,
+    counted,
+    fail,
+    ok,
+    percent,
+    warn,
+)
 from rankcheck.record.tensors import length, put_together
 from rankcheck.verification.comparison import (
     GRADIENT,
@@ -127,7 +135,7 @@ Measure: TypeAlias = Callable[
     [Comparison, UpdatePair, Sequence[float]], RelativeError | None]
 
 
-@question("losses, gradients and weights are those of one process")
+@question("losses, gradients and weights match the single-process run")
 def compare_with_single_process(case: Comparison) -> list[Finding]:
     """Answer whether the ranks compute what one process does.
 
@@ -182,14 +190,14 @@ def compare(case: Comparison, measure: Measure, pairs: Sequence[UpdatePair],
         amounts.append(error.amount)
     if not amounts:
         return []
-    words: dict[Measure, str] = {
-        loss_error: "losses", gradient_error: "gradients",
-        weight_error: "weights, relative to how far they have moved,"}
-    text = (f"{words[measure]} agree with a single process (to "
+    name = MEASURED[measure]
+    if measure is weight_error:
+        name = "weight updates"
+    text = (f"{name} match the single-process run (relative error "
             f"{max(amounts):.0e})")
     if len(amounts) < len(case.updates):
-        text += (f" in {len(amounts)} of {len(case.updates)} updates; the "
-                 "others are not compared")
+        text += (f", in {len(amounts)} of {counted(case.updates, 'step')}; "
+                 "the others are not compared")
     proves = AGREES
     if measure is loss_error:
         proves = COMPARED
@@ -206,27 +214,28 @@ def judge(case: Comparison, measure: Measure, error: RelativeError, step: int,
         measure: has given the error.
         step: the update in which it was found, the first of all.
     """
-    text = f"in update {step} {error.text}"
+    text = f"in step {step} {error.text}"
     kind = f"{MEASURED[measure]}-differ"
     numbers = {"step": step, "error": error.amount, "limit": error.limit}
     if error.factor:
         numbers["factor"] = error.factor
     explanation = explain_small_error(case)
     if explanation and error.factor:
-        return fail(f"{text}, about {error.factor:.3g} times as much",
-                    f"{explanation.cause}: that explains a few per cent, no "
-                    "such factor: is something multiplied or divided by the "
-                    "number of processes?",
+        return fail(f"{text}, about {error.factor:.3g} times as large",
+                    "look for something multiplied or divided by the number "
+                    f"of processes ({explanation.cause}, but that explains "
+                    "only a few per cent)",
                     numbers=numbers,
                     kind=kind)
     if measure is not weight_error and error.factor and (
             abs(error.factor * case.rate - 1) < 0.01):
-        return warn(text, "right with SGD: the learning rate is divided "
-                    "by that", numbers=numbers, proves=COMPARED,
+        return warn(text, "check that the optimizer is SGD: then it is fine, "
+                    "as the learning rate is divided by the same factor",
+                    numbers=numbers, proves=COMPARED,
                     kind=kind)
     if step >= EARLY and error.amount < LATE_FACTOR * error.limit:
-        return warn(text, "rounding grows to that, too: watch fewer "
-                    "updates, by --steps", numbers=numbers, proves=COMPARED,
+        return warn(text, "use fewer --steps: accumulated rounding can "
+                    "explain this", numbers=numbers, proves=COMPARED,
                     kind=kind)
     if explanation:
         shows: frozenset[Proof] = frozenset()
@@ -244,13 +253,12 @@ def judge(case: Comparison, measure: Measure, error: RelativeError, step: int,
 def locate(case: Comparison, measure: Measure, step: int,
            pairs: Sequence[UpdatePair], of_each: Sequence[float]) -> str:
     """Say where the ranks part from one process, as far as it was seen."""
-    general = ("the ranks read the samples of the single process: what else "
-               "differs, a scale, a seed, an order, the number or pairs that "
-               "a mean is of?")
+    general = ("check what else differs, as the samples are the same: a "
+               "scale, a seed, an order, what a mean is taken over")
     if case.split:
-        general = ("the ranks hold parts of the single process's weights, and "
-                   "have its samples: is something added on each rank, as a "
-                   "bias, or left out?")
+        general = ("look for a term that is added on every rank, such as a "
+                   "bias, or missing: the ranks hold parts of the "
+                   "single-process weights, and read its samples")
     if measure is weight_error and has_small_error(
             case, gradient_error, pairs[step], of_each):
         return explain_weights(case)
@@ -264,18 +272,18 @@ def locate(case: Comparison, measure: Measure, step: int,
     if case.outputs.first:
         return text
     if not has_small_error(case, loss_error, pairs[0], of_each):
-        return (f"{text}, the loss does not: how is it averaged, weighted or "
-                "scaled, and has each sample its own target? a mean divides "
-                "by the number over all ranks, and by that of the microbatches"
-                " once")
+        return (f"{text}, but not the loss: check how it is averaged, "
+                "weighted and scaled (a mean divides by the number over all "
+                "ranks, and once by the number of microbatches), and that "
+                "each sample has its own target")
     if measure is loss_error:
         return general
     if adds_up(case, pairs[0], of_each):
-        return (f"{text}; the ranks' losses add up to the single process's, "
-                "and their gradients are averaged: is each loss divided by a "
-                "number over all ranks? then its gradients are to be added up,"
-                " or it is multiplied by the number of processes")
-    return f"{text}, and so do the losses: {explain_backward(case, pairs[0])}"
+        return (f"{text}; the ranks' losses add up to the single-process "
+                "loss, but their gradients are averaged: if each loss is "
+                "divided by a number over all ranks, sum the gradients, or "
+                "multiply the loss by the number of processes")
+    return f"{text}, and the losses match: {explain_backward(case, pairs[0])}"
 
 
 def has_small_error(case: Comparison, measure: Measure, pair: UpdatePair,
@@ -288,14 +296,13 @@ def has_small_error(case: Comparison, measure: Measure, pair: UpdatePair,
 def explain_weights(case: Comparison) -> str:
     """Say why weights differ where the gradients agree."""
     if case.settings:
-        return f"the gradients agree: {case.settings}"
+        return f"the gradients match, but {case.settings}"
     if case.rate != 1:
-        return (f"the gradients agree: the learning rate is "
-                f"{case.rate:.3g} times that of one process")
-    return ("the gradients agree before they are clipped, and the "
-            "optimizer's settings are the same: does clipping, or what the"
-            " script does around optimizer.step(), depend on the number of"
-            " processes?")
+        return (f"the gradients match, but the learning rate is "
+                f"{case.rate:.3g} times that of 1 process")
+    return ("check whether clipping, or code around optimizer.step(), depends "
+            "on the number of processes: the gradients match before clipping, "
+            "and so do the optimizer's settings")
 
 
 def explain_later(case: Comparison, step: int, pairs: Sequence[UpdatePair],
@@ -303,18 +310,18 @@ def explain_later(case: Comparison, step: int, pairs: Sequence[UpdatePair],
     """Say why an update after the first differs; "" if nothing tells."""
     previous = pairs[step - 1]
     if put_together(previous.ranks, "weights").apart:
-        return (f"it follows from the weights after update {step - 1}, "
-                "which are not the same on all ranks")
+        return (f"this follows from the weights after step {step - 1}, "
+                "which differ between ranks")
     error = weight_error(case, previous, of_each)
     if error and not error.is_small:
-        return f"it follows from the weights after update {step - 1}"
+        return f"this follows from the weights after step {step - 1}"
     if case.settings:
-        return f"the optimizers have other settings: {case.settings}"
+        return f"optimizer settings differ: {case.settings}"
     names = other_buffers(case, pairs[:step + 1])
     if names:
-        return ("by then these buffers are not those of the single "
-                f"process: {', '.join(names[:3])}; does the forward pass "
-                "use them?")
+        return ("check whether the forward pass uses these buffers, which "
+                "differ from the single-process run by then: "
+                f"{', '.join(names[:3])}")
     return ""
 
 
@@ -336,17 +343,17 @@ def losses_of(updates: Updates) -> list[float]:
 
 def explain_backward(case: Comparison, pair: UpdatePair) -> str:
     """Say whether each rank's own gradients differ, or only their mean."""
-    general = "what differs comes in the backward pass, or as it is reduced"
+    general = "look in the backward pass and in the reduction"
     expected, own, _ = gradients_of(pair.single, pair.ranks, "sums")
     if expected is None or len(pair.single) > 1 or not own:
         return general
     if off(add_up(own) / case.size, expected) < GRADIENT * case.loosely:
-        return ("the mean of the ranks' own gradients is the single process's,"
-                " so what differs comes as they are reduced")
-    return ("the ranks' own gradients differ before they are reduced, so it "
-            "is in the backward pass: does a collective of the forward pass "
-            "lack one (those of torch.distributed.nn.functional have it), or "
-            "is a gradient scaled?")
+        return ("look in the reduction, as the mean of the ranks' own "
+                "gradients matches the single-process run")
+    return ("look in the backward pass, as the ranks' own gradients differ "
+            "before they are reduced: for a collective in the forward pass "
+            "without a gradient (those of torch.distributed.nn.functional "
+            "have one), or a scaled gradient")
 
 
 def other_buffers(case: Comparison, pairs: Sequence[UpdatePair]) -> list[str]:
@@ -410,10 +417,9 @@ def weigh_minibatches(case: Comparison, pair: UpdatePair) -> MinibatchWeights:
     if has_weights(fitted, gradients, each, limit) and (
             len(gradients) > 8 * len(each)):
         return with_finding(fitted, gradients, each, limit, warn(
-            "the gradients are a weighted mean of those of "
-            f"{len(each)} minibatches, with weights from "
-            f"{min(fitted):.2f} to {max(fitted):.2f}", "right "
-            "if these follow the numbers of tokens or samples",
+            f"the gradients are a weighted mean over {len(each)} minibatches, "
+            f"with weights from {min(fitted):.2f} to {max(fitted):.2f}",
+            "check that these follow the numbers of tokens or samples",
             numbers={"minibatches": len(each)}, kind="weighted-mean"))
     return MinibatchWeights(alike)
 
@@ -486,9 +492,8 @@ def find_own_means(pair: UpdatePair, gradients: torch.Tensor, limit: float
         words += " samples"
     return Explanation(
         f"each {part} loss is the mean over its own {words}, and all "
-        "count alike", "divide each sum by the mean number over all "
-        "ranks (all_reduce it) and microbatches: that is the mean over "
-        "all")
+        "count equally", "divide each sum by the mean number over all "
+        "ranks (all_reduce it) and microbatches, to get the mean over all")
 
 
 def over_all(updates: Updates, weighed: Sequence[torch.Tensor]
@@ -538,7 +543,7 @@ def loss_error(case: Comparison, pair: UpdatePair, weights: Sequence[float]
     return RelativeError(
         abs(mean_loss - expected) / max(abs(expected), abs(first), TINY),
         LOSS * case.loosely,
-        f"the mean loss is {mean_loss:.6g}, with one process {expected:.6g}",
+        f"the mean loss is {mean_loss:.6g}, with 1 process {expected:.6g}",
         factor)
 
 
@@ -562,11 +567,11 @@ def gradient_error(case: Comparison, pair: UpdatePair,
         limit *= LATER_GRADIENT
     factor = f"{ratio_of(gradients, expected):.3g}"
     if factor != "1" and are_parallel(gradients, expected, limit):
-        text = f"the gradients are {factor} times those of one process"
+        text = f"the gradients are {factor} times those with 1 process"
     else:
         names = find_differing(keys, gradients, expected, limit) or keys
-        text = (f"the gradients differ by {percent(amount)} from those of one "
-                f"process, first {case.named(names)}")
+        text = (f"the gradients have a relative error of {percent(amount)} "
+                f"against 1 process, first in {case.named(names)}")
     return RelativeError(amount, limit, text,
                          multiple_of(gradients, expected, case.size))
 
@@ -609,8 +614,8 @@ def weight_error(case: Comparison, pair: UpdatePair, weights: Sequence[float]
     amount = off(moved, expected_way)
     return RelativeError(
         amount, min(LARGEST_UPDATE_LIMIT, UPDATE * case.loosely),
-        f"the weights are off by {percent(amount)} of the way that one process"
-        " has gone", multiple_of(moved, expected_way, case.size))
+        f"the weight update has a relative error of {percent(amount)} against "
+        "1 process", multiple_of(moved, expected_way, case.size))
 
 
 # What each error is of: the first part of a finding's kind
@@ -629,18 +634,17 @@ def explain_small_error(case: Comparison) -> Explanation | None:
     """Say why the ranks differ by a few per cent though nothing is wrong."""
     if any(record.batchnorm for record in case.together.all_records):
         return Explanation(
-            "BatchNorm takes the mean over the samples of one process",
-            "nn.SyncBatchNorm.convert_sync_batchnorm(model) takes it over "
-            "all, on GPUs")
+            "BatchNorm normalizes by the samples of one process",
+            "use nn.SyncBatchNorm.convert_sync_batchnorm(model) on GPUs, "
+            "which normalizes by all")
     if any(record.draws for record in case.together.all_records):
         return Explanation(
-            "the model draws random numbers, each rank its own",
-            "right if that is wanted: switch it off by a flag, if there "
-            "is one, to compare the rest")
+            "the model draws random numbers, different ones on each rank",
+            "switch that off by a flag, if there is one, to compare the rest; "
+            "fine if it is meant")
     if case.still and any(update["mixed"] for update in case.updates[0]):
         return Explanation(
-            "ranks gather something before backward()", "a loss that "
-            "depends on the samples of all ranks is not the mean of "
-            f"those of {case.size} minibatches; keep the minibatch, to "
-            "compare")
+            "ranks gather something before backward()", "keep the global "
+            "batch size, to compare: a loss that depends on the samples of "
+            f"all ranks is not the mean of those of {case.size} minibatches")
     return None

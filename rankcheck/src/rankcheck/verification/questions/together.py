@@ -11,6 +11,7 @@ import torch
 from rankcheck.engine.findings import (
     Finding,
     Proof,
+    count_of,
     counted,
     fail,
     ok,
@@ -32,7 +33,7 @@ from rankcheck.verification.questions.vectors import add_up
 REDUCED = frozenset({Proof.REDUCED})
 EQUAL = frozenset({Proof.EQUAL})
 SUMMED = ("divide them by the number of processes after all_reduce, or call "
-          "the DDP wrapper, which does")
+          "the DDP wrapper, which does so")
 
 # Relative error of all weights as one vector, up to which they are the mean of
 # the ranks' weights. The script adds them up in an order of its own. A choice,
@@ -60,7 +61,7 @@ MORE_OFTEN = 1.1
 CLOSE = 0.2
 
 
-@question("each rank draws random numbers of its own")
+@question("each rank draws its own random numbers")
 def same_numbers(case: Comparison) -> list[Finding]:
     """Answer whether all ranks' generators are alike in each update.
 
@@ -78,14 +79,14 @@ def same_numbers(case: Comparison) -> list[Finding]:
             names.append(name)
     if not names or case.splits_matrices:
         return []
-    return [warn("all ranks draw the same random numbers in each update: "
-                 + " and ".join(names), "for dropout, noise and "
-                 "augmentation another seed on each rank, once the model is "
-                 "made; the same for what all ranks are to do alike",
+    return [warn(f"{' and '.join(names)} RNG state is the same on all ranks "
+                 "in each step", "seed each rank differently once the model "
+                 "is created, for dropout, noise and augmentation; fine for "
+                 "what all ranks must do alike",
                  kind="same-random-numbers")]
 
 
-@question("the ranks train together at every update")
+@question("the ranks synchronize at every step")
 def averages(case: Comparison) -> list[Finding]:
     """Answer whether the weights, and not the gradients, are made equal.
 
@@ -107,12 +108,12 @@ def averages(case: Comparison) -> list[Finding]:
             are_means = False
     if not equalized:
         return []
-    done = "made equal"
+    done = "synchronized"
     if are_means:
         done = "averaged"
     text = f"weights are {done} {how_often_equal(equalized)}"
-    return [warn(text, "before that each rank trains alone, on its part of "
-                 "the minibatch: right for local SGD",
+    return [warn(text, "check that this is meant, as local SGD is: in "
+                 "between, each rank trains by itself",
                  learned={"apart": text, "averaged": text},
                  kind="averaged-weights")]
 
@@ -126,10 +127,10 @@ def how_often_equal(updates: list[int]) -> str:
     """Return in words at which updates weights are made equal."""
     gaps = [after - before for before, after in itertools.pairwise(updates)]
     if not gaps:
-        return f"before update {updates[0]}"  # after others, perhaps
+        return f"before step {updates[0]}"  # after others, perhaps
     if min(gaps) > 1:
-        return f"every {min(gaps)} updates"
-    return "every update"
+        return f"every {min(gaps)} steps"
+    return "every step"
 
 
 @question("buffers are equal on all ranks")
@@ -146,10 +147,10 @@ def buffers(case: Comparison) -> list[Finding]:
         if any("running_" in name for name in names):
             words = "BatchNorm's running statistics"
         return [warn(
-            f"{words} differ between the ranks, after update {step}: "
-            f"{', '.join(names[:3])}", "if they are of each rank's own "
-            "samples: SyncBatchNorm, or average them before you evaluate "
-            "and save", numbers={"step": step}, kind="unequal-buffers")]
+            f"{words} differ between ranks after step {step}: "
+            f"{', '.join(names[:3])}", "use SyncBatchNorm, or average them "
+            "before evaluating and saving", numbers={"step": step},
+            kind="unequal-buffers")]
     if not seen:
         return []
     return [ok("buffers are equal on all ranks", kind="equal-buffers")]
@@ -161,7 +162,7 @@ def clips_first(case: Comparison) -> bool:
                for updates in case.updates)
 
 
-@question("gradients are reduced once, and clipped after that")
+@question("gradients are reduced once, then clipped")
 def reductions(case: Comparison) -> list[Finding]:
     """Answer how often gradients are reduced, and when they are clipped.
 
@@ -177,7 +178,7 @@ def reductions(case: Comparison) -> list[Finding]:
              for update, count in zip(of_rank_0, elements, strict=True)]
     few = sum(times) < MOST * len(times)
     if few and case.by_step:
-        return [ok("gradients are reduced by the optimizer, in its step()",
+        return [ok("gradients are reduced by the optimizer in its step()",
                    proves=REDUCED, kind="reduced-by-optimizer")]
     equal = not any(put_together(updates, "gradients").apart
                     for updates in case.updates)
@@ -194,11 +195,12 @@ def reductions(case: Comparison) -> list[Finding]:
     if case.asked("clipped"):
         findings.append(warn(
             "gradients are clipped before scaler.unscale_(optimizer)", "call "
-            "that first: the limit is for gradients without the scale",
+            "scaler.unscale_(optimizer) first: the limit is for unscaled "
+            "gradients",
             kind="clipped-while-scaled"))
     if clips_first(case):
         findings.append(fail("gradients are clipped before they are reduced",
-                             "reduce first: the norm is that of the mean",
+                             "reduce first, then clip the mean",
                              kind="clipped-before-reduction"))
     return findings
 
@@ -239,26 +241,26 @@ def how_often(case: Comparison, elements: list[int], otherwise: bool
     most = max(turns, key=lambda turn: turn.times)
     size = sum(update["bytes"] for update in of_rank_0) / len(of_rank_0)
     calls = max(update["calls"] for update in of_rank_0)
-    sent = f"{size / 1e6:.3g} MB in {calls} calls"
+    sent = f"{size / 1e6:.3g} MB in {count_of(calls, 'call')}"
     if most.times < SEVERAL:
-        return [ok(f"gradients are reduced once an update, {sent}",
+        return [ok(f"gradients are reduced once per step, {sent}",
                    proves=REDUCED, numbers={"times": 1}, kind="reduced")]
-    where = f"in update {most.update}"
+    where = f"in step {most.update}"
     if most.times < MORE_OFTEN * min(turn.times for turn in turns):
-        where = "an update"
+        where = "per step"
     text = f"gradients are reduced {most.times:.2g} times {where}, {sent}"
     if case.asked("fully_shard"):  # it costs memory to do otherwise
         return [ok(text, proves=REDUCED, numbers={"times": most.times},
                    kind="reduced")]
-    advice = ("once is enough: all microbatches but the last under "
-              "model.no_sync(), their forward pass, too; or does one loss "
-              "take several passes?")
+    advice = ("reduce once: run all microbatches but the last under "
+              "model.no_sync(), including their forward pass; or check "
+              "whether one loss takes several backward passes")
     kind = "reduced-repeatedly"
     if case.asked("no_sync") and not case.asked("forward in no_sync"):
         kind = "no-sync-outside-forward"
-        advice = ("model.no_sync() takes effect in the forward pass, and was "
-                  "entered without one: call the model inside it, for all "
-                  "microbatches but the last")
+        advice = ("call the model inside model.no_sync(), for all "
+                  "microbatches but the last: it takes effect in the forward "
+                  "pass")
     return [warn(text, advice, proves=REDUCED, numbers={"times": most.times},
                  kind=kind)]
 
@@ -270,7 +272,7 @@ def reduced_otherwise(case: Comparison) -> Finding:
         # a sharded parameter has no gradient before that
         return ok("gradients are reduced by fully_shard; how often was not "
                   "seen", proves=REDUCED, kind="reduced-by-fsdp")
-    return ok("gradients are made equal in a way of the script's own",
+    return ok("gradients are synchronized by the script's own code",
               proves=REDUCED, kind="reduced-by-script")
 
 
@@ -314,10 +316,10 @@ def have_shared(updates: Updates, key: str) -> bool:
 def not_reduced(case: Comparison, step: int, elements: int) -> Finding:
     """Say that the gradients of an update are not reduced."""
     reduced = case.updates[step][0]["reduced"]
-    text = (f"gradients are not reduced: {reduced:.0f} elements in "
-            f"an update of {elements:.0f}")
+    text = (f"gradients are not reduced: {reduced:.0f} of {elements:.0f} "
+            "elements per step")
     if step:
-        text = f"in update {step} {text}"
+        text = f"in step {step} {text}"
     return fail(text, how_to_reduce(case), kind="not-reduced", numbers={
         "step": step, "reduced": reduced, "elements": elements})
 
@@ -327,19 +329,20 @@ def how_to_reduce(case: Comparison) -> str:
     if case.asked("fully_shard"):
         switched = case.asked("gradient sync")
         if switched and not any(switched):
-            return ("set_requires_gradient_sync() was only called with False: "
-                    "call it with True before the last microbatch")
-        return ("fully_shard reduces those of the modules that it was called "
-                "with, and not after set_requires_gradient_sync(False)")
+            return ("call set_requires_gradient_sync(True) before the last "
+                    "microbatch: it was only called with False")
+        return ("call fully_shard with every module that trains, and "
+                "set_requires_gradient_sync(True) before the last microbatch")
     if not case.asked("DistributedDataParallel"):
-        return ("wrap the model in DistributedDataParallel and call that; or "
-                "all_reduce every gradient before optimizer.step()")
+        return ("wrap the model in DistributedDataParallel and call the "
+                "wrapper, or all_reduce every gradient before "
+                "optimizer.step()")
     if any(updates[0]["wrapped"] for updates in case.updates):
-        return ("DDP reduces only parameters that it wraps and that required "
-                "a gradient when it was made, in passes that call it, and not "
-                "under no_sync()")
-    return ("the model is wrapped in DDP, but not called by it: call "
-            "model(...), not model.module(...) or the one inside")
+        return ("call the DDP wrapper, and not under no_sync(), in the last "
+                "backward pass; it reduces only parameters that it wraps and "
+                "that required a gradient when it was created")
+    return ("call the DDP wrapper, model(...), not model.module(...) or the "
+            "model inside")
 
 
 @question("every parameter gets a gradient")
@@ -356,18 +359,20 @@ def unused_parameters(case: Comparison) -> list[Finding]:
         return []  # FSDP2 has them elsewhere until it reduces them
     text = f"{counted(keys, 'parameter')} got no gradient in "
     if not has_gradients(case):
-        hint = "does backward() come to them?"
+        hint = "check that backward() reaches them"
         if all(key.startswith("parameter ") for key in keys):
-            hint = "the optimizer has other parameters than the model"
+            hint = "give the optimizer the parameters of the model that trains"
             if case.asked("fully_shard"):
-                hint += ": make it after fully_shard, which replaces them"
-        return [fail(f"{text}any update: {case.named(keys)}", hint,
+                hint = ("create the optimizer after fully_shard, which "
+                        "replaces the parameters")
+        return [fail(f"{text}any step: {case.named(keys)}", hint,
                      numbers={"parameters": len(keys)},
                      kind="no-gradients")]
-    text += f"some update: {case.named(keys)}"
+    text += f"some step: {case.named(keys)}"
     if any(case.asked("DistributedDataParallel")):
-        return [ok(f"{text}, as DDP was told", kind="unused-parameters")]
-    return [warn(text, "unused? DDP then needs find_unused_parameters=True",
+        return [ok(f"{text}, as declared to DDP", kind="unused-parameters")]
+    return [warn(text, "remove unused ones, or set "
+                 "find_unused_parameters=True of DDP",
                  kind="unused-parameters")]
 
 
@@ -386,14 +391,14 @@ def equal_ranks(case: Comparison) -> list[Finding]:
     if not clips_first(case) and not case.by_step:
         # else they are seen before that
         findings.append(compare_ranks(
-            case, "gradients", "in", "all ranks have to reduce all of them, "
+            case, "gradients", "in", "reduce all gradients on all ranks, "
             "after the last backward()", proves=EQUAL))
     shows: frozenset[Proof] = frozenset()
     if case.by_step:  # the weights tell of the gradients
         shows = EQUAL
     findings.append(compare_ranks(
-        case, "weights", "after", "the same update on all ranks, from the "
-        "same weights and gradients", proves=shows))
+        case, "weights", "after", "apply the same update to the same weights "
+        "on all ranks", proves=shows))
     return [finding for finding in findings if finding]
 
 
@@ -416,13 +421,13 @@ def compare_ranks(case: Comparison, key: str, when: str, hint: str,
             return None
         if whole.apart:
             return fail(
-                f"{when} update {step} the {key} of rank "
-                f"{min(whole.differing)} are not rank 0's: "
+                f"{when} step {step} the {key} of rank "
+                f"{min(whole.differing)} differ from rank 0's: "
                 f"{case.named(whole.apart)}", hint,
                 ranks=sorted(whole.differing), numbers={"step": step},
                 kind=f"unequal-{key}")
-    return ok(f"{key} are equal on all ranks in all "
-              f"{len(case.updates)} updates", proves=proves,
+    return ok(f"{key} are equal on all ranks, in "
+              f"{counted(case.updates, 'step')}", proves=proves,
               numbers={"steps": len(case.updates)}, kind=f"equal-{key}")
 
 
@@ -446,7 +451,7 @@ class ReducedGradients:
         return add_up(self.own) / len(self.own)
 
 
-@question("gradients are the mean of the ranks' own")
+@question("gradients are the mean over the ranks")
 def mean_of_ranks(case: Comparison) -> list[Finding]:
     """Answer whether the gradients are the mean, or a sum, or have a factor.
 
@@ -478,9 +483,9 @@ def mean_of_ranks(case: Comparison) -> list[Finding]:
             continue
         owner = find_owner(found, limit)
         if owner is not None:
-            return [fail(f"in update {step} all ranks have the gradients "
-                         f"of rank {owner} alone", "all_reduce adds "
-                         "up those of all ranks; broadcast does not",
+            return [fail(f"in step {step} all ranks have the gradients "
+                         f"of rank {owner}", "use all_reduce (sum), not "
+                         "broadcast",
                          ranks=[owner], numbers={"step": step},
                          kind="gradients-of-one-rank")]
         factor = (applied @ expected / (expected @ expected)).item()
@@ -498,8 +503,8 @@ def mean_of_ranks(case: Comparison) -> list[Finding]:
     shows: frozenset[Proof] = frozenset()
     if differ:
         shows = REDUCED
-    return [ok("gradients are the mean of the ranks' own, before they are "
-               f"clipped (to {max(errors):.0e})", proves=shows,
+    return [ok("gradients are the mean over the ranks before clipping "
+               f"(relative error {max(errors):.0e})", proves=shows,
                kind="mean-of-ranks")]
 
 
@@ -536,11 +541,11 @@ def find_owner(found: ReducedGradients, limit: float) -> int | None:
 
 def multiplied(step: int, factor: float) -> Finding:
     """Say that the gradients are the mean times a factor."""
-    return warn(f"in update {step} the gradients are {factor:.4g} times "
-                "the mean of the ranks' own", "right if the script "
-                "scales them by itself, for the number of microbatches or"
-                " to clip them; else it multiplies or divides once too "
-                "often", numbers={"step": step, "factor": factor},
+    return warn(f"in step {step} the gradients are {factor:.4g} times the "
+                "mean over the ranks", "apply each factor once; fine if the "
+                "script rescales gradients on purpose, for the number of "
+                "microbatches or to clip them",
+                numbers={"step": step, "factor": factor},
                 kind="scaled-gradients")
 
 
@@ -550,11 +555,11 @@ def not_the_mean(case: Comparison, step: int, found: ReducedGradients
     names = find_sums(case, found)
     if names:
         return some_summed(case, step, names)
-    hint = "does the script change them otherwise, too?"
+    hint = "check whether the script changes gradients elsewhere"
     if case.asked("register_comm_hook"):
-        hint = "right if DDP's communication hook changes them"
-    return warn(f"in update {step} the gradients are not the "
-                "mean of the ranks' own, off by "
+        hint = "check that DDP's communication hook changes them on purpose"
+    return warn(f"in step {step} the gradients differ from the mean over the "
+                "ranks by a relative error of "
                 f"{percent(off(found.applied, found.mean))}", hint,
                 numbers={"step": step}, kind="not-the-mean")
 
@@ -582,10 +587,10 @@ def some_summed(case: Comparison, step: int, sums: set[str]) -> Finding:
     """Say that the gradients of some parameters are the sum over the ranks.
     """
     return warn(
-        f"in update {step} the gradients of {case.named(sums)} are the sum "
-        "over all ranks, those of the others the mean", "right if the losses "
-        "of these parameters are parts of one sum; else divide their "
-        "gradients by the number of processes after all_reduce, as DDP does",
+        f"in step {step} the gradients of {case.named(sums)} are the sum "
+        "over all ranks, the others are the mean", "divide them by the number "
+        "of processes after all_reduce, as DDP does; fine if the losses of "
+        "these parameters are parts of one sum",
         numbers={"step": step}, kind="partly-summed-gradients")
 
 
@@ -613,22 +618,23 @@ def summed(case: Comparison, step: int) -> Finding:
     a failure, unless the learning rate makes up for it. A loss that hardly
     depends on the samples, as with one class, tells nothing of that.
     """
-    text = f"in update {step} the gradients are the sum over all ranks"
+    text = f"in step {step} the gradients are the sum over all ranks"
     if is_single_process_gradient(case, step):
-        return ok(f"{text}, and those of one process",
+        return ok(f"{text}, and match the single-process run",
                   numbers={"step": step}, kind="summed-gradients")
     advice = SUMMED
     if case.asked("register_comm_hook"):
-        advice = ("a communication hook takes the place of DDP's average: "
-                  "divide by the number of processes in it")
+        advice = ("divide by the number of processes in the communication "
+                  "hook, which replaces DDP's average")
     loss, single_loss = mean_loss(case.updates[0]), mean_loss(case.single[:1])
     if single_loss and abs(loss / single_loss - 1) < CLOSE < abs(
             case.size * case.rate - 1):
-        return fail(f"{text}, not the mean: {case.size} times as much", advice,
+        return fail(f"{text}, not the mean: {case.size} times as large",
+                    advice,
                     numbers={"step": step}, kind="summed-gradients")
-    return warn(text, "right if each rank's loss is a sum divided by the "
-                "whole minibatch, or with SGD, the learning rate is divided "
-                f"by their number; else {advice}", numbers={"step": step},
+    return warn(text, f"{advice}; fine if each rank divides its summed loss "
+                "by the global batch size, or with SGD, if the learning rate "
+                "is divided by the number of ranks", numbers={"step": step},
                 kind="summed-gradients")
 
 
