@@ -119,7 +119,7 @@ def test_a_module_that_is_called_again_is_named_with_its_call():
         "mix", 1, (0,))
     assert found.agreeing[-1].name == "cell"
     assert "mix (Mix), call 2" in explain_outputs(found)
-    assert not single["outputs_error"]
+    assert not single.outputs_error
 
 
 class Flat(nn.Module):

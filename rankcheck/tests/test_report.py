@@ -126,8 +126,9 @@ def test_nothing_compared_is_status_2(script):
 
 def test_an_error_of_a_probe_is_no_failure_of_the_script(script, monkeypatch):
     monkeypatch.setattr(
-        "rankcheck.engine.trial.Trial.asked", lambda trial, what, rank=0: [
-            "AttributeError: x (y.py, line 3)"] * (what == "internal error"))
+        "rankcheck.record.rank_record.RankRecord.asked_values",
+        lambda record, what: ["AttributeError: x (y.py, line 3)"] * (
+            what == "internal error"))
     with pytest.raises(InternalError, match="rankcheck itself failed in rank "
                        "0 of 1: AttributeError"):
         rankcheck.verify(script(RIGHT))
