@@ -2,6 +2,7 @@
 # What the container of the course has; Dockerfile and course.def run this as
 # root, in a Debian or Ubuntu in which there is a copy of the course.
 #     install.sh packages      SLURM, and what the lessons use of the system
+#     install.sh published     JupyterLab listens where Docker forwards a port
 #     install.sh environment   Python's packages, in /opt/gpt2-workshop
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,6 +20,12 @@ packages)
     # munge starts with each cluster, with a key of its own
     rm -f /etc/munge/munge.key
     ;;
+published)
+    # on the container's own addresses, not on its localhost; with a token
+    mkdir -p /etc/jupyter
+    echo '{"ServerApp": {"ip": "0.0.0.0", "open_browser": false}}' \
+        >/etc/jupyter/jupyter_server_config.json
+    ;;
 environment)
     mkdir -p "$venv"
     # an empty folder that is ours: activate.sh sets it up for everybody
@@ -26,7 +33,7 @@ environment)
     chmod -R a+rX "$venv"
     ;;
 *)
-    echo "usage: install.sh packages | environment" >&2
+    echo "usage: install.sh packages | published | environment" >&2
     exit 2
     ;;
 esac
