@@ -525,7 +525,7 @@ def test_a_full_disk(shell, room):
         assert end.stdout == ""
     else:
         assert "I/O error writing script" in end.stderr
-        assert said[-1] == "cluster main is down"
+        assert said[-2] == "cluster main is down"
         assert end.stdout.split() == ["large"]
 
 
