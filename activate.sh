@@ -35,12 +35,14 @@ _workshop_activate() {
     local WORKSHOP_SITE_PACKAGES="${WORKSHOP_SITE_PACKAGES-}"
     # site.sh has variables of its own: these names are none of them
     local _workshop_root="$1" _workshop_code=code _workshop_failed=
-    shift # what is left are the parts, or words of the script that sources it
     local _workshop_venv _workshop_entries _workshop_hook _workshop_option
-    local _workshop_source
+    local _workshop_source _workshop_words
     local _workshop_options="${SHELLOPTS-}"
     # what site.sh makes of it would stay in your shell; zsh's has a NUL, too
     local IFS=$' \t\n'
+    shift
+    _workshop_words="$*" # the parts, or words of the script that sources this
+    set -- # site.sh, and what that sources, has none of them
 
     case $_workshop_root in *:*)
         echo "activate.sh: no Python finds $_workshop_root, since a colon" \
@@ -124,7 +126,7 @@ _workshop_activate() {
     esac
     # -p: without the functions that this shell has exported, such as a cd
     bash -p "$_workshop_root/setup.sh" make "$_workshop_venv" \
-        "$WORKSHOP_SITE_PACKAGES" "$-" "$@" || return 1
+        "$WORKSHOP_SITE_PACKAGES" "$-" "$_workshop_words" || return 1
 
     # shellcheck disable=SC1091 # Python creates it
     . "$_workshop_venv/bin/activate" || return 1

@@ -54,10 +54,11 @@ age() { # of this clone's commit, not of a repository around it
 # Without words of its own, activate.sh sees those of the script or function
 # that sources it, such as a job's flags: these are none of ours.
 choose_parts() { # $chosen, of these words
-    local word
+    local words word
     chosen=''
     [ "${WORKSHOP_INSTALL-}" != no ] || return 0
-    for word; do
+    read -r -a words <<<"$*"
+    for word in ${words[@]+"${words[@]}"}; do
         case " $parts " in
         *" $word "*) chosen="$chosen${chosen:+ }$word" ;;
         *)

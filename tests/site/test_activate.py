@@ -408,10 +408,17 @@ def test_words_that_are_not_for_it(set_up, tmp_path):
     Such a script's are all that it sees, if it is sourced without words.
     """
     repo, venv = set_up(tmp_path)
+    (repo / "fineweb/requirements.txt").write_text("three\n")
     for before in "set -- --preset tiny tests", "set -- tests else":
         assert "installing" not in works(repo, PACKAGES, before=before)
     works(repo, words="tests", WORKSHOP_INSTALL="no")
     assert not imports(venv, "five")
+    (repo / "site.sh").write_text('echo "site.sh: $#"; set -- tests\n')
+    for shell in SHELLS:
+        out = works(repo, 'echo "left: $*"', words="fineweb", shell=shell,
+                    before="set -u -- the shells")
+        assert "site.sh: 0\n" in out and out.endswith("left: the shells\n")
+    assert imports(venv, "three") and not imports(venv, "five")
     said = subprocess.run(
         ["bash", repo / "setup.sh", "make", venv, "", "himBH", "tests",
          "test"], env=environment(repo) | {"TIKTOKEN_CACHE_DIR": str(repo)},
