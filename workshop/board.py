@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankcheck.engine import report
+from rankcheck.engine.findings import LABELS
 from workshop.html import (
     TERMINAL_BLUE,
     TERMINAL_ORANGE,
@@ -41,13 +42,13 @@ from workshop.html import (
 MARKS = {"ok": "ok", "warn": "!", "FAIL": "x", "and": "-"}
 SIGNS = {"ok": ("yes", "✓"), "warn": ("hm", "!"), "FAIL": ("no", "✗"),
          "and": ("and", "·")}
-MEANING = {"ok": "right", "warn": "right, with a warning",
-           "FAIL": "the first that is wrong", "and": "follows from it"}
+MEANING = {"ok": "correct", "warn": "correct, with a warning",
+           "FAIL": "the first failure", "and": "follows from it"}
 NOT_ASKED = "not asked"
 WORST = ("FAIL", "warn", "and", "ok", "")  # "": what was not seen
 FOLDED = (("and", "1 more follows from it", "{} more follow from it"),
-          ("ok", "1 question, right", "{} questions, all right"),
-          ("", "1 thing was not seen", "{} things were not seen"))
+          ("ok", "1 question, correct", "{} questions, all correct"),
+          ("", "1 thing was not checked", "{} things were not checked"))
 Verdicts = Mapping[str, str]  # of one question: by the trial's name
 
 
@@ -87,7 +88,7 @@ class Board:
     def end(self) -> None:
         """No more lines come: if no verdict has, the check has failed."""
         if self.right is None:
-            self.update({"say": "The check did not come to its end."})
+            self.update({"say": "The check did not finish."})
             if self.said:
                 self.update({"finding": ["FAIL", self.said, ""]})
             self.right = False
@@ -176,11 +177,19 @@ class Board:
 
     def diagnoses(self, *verdicts: str) -> list[str]:
         """HTML of the findings with these verdicts, a list."""
-        return [paragraph(f"<strong>{verdict}</strong> {self.quote(text)}",
-                          "bad" if verdict == "FAIL" else "ask")
-                + (paragraph(f"→ {self.quote(hint)}", "hint") if hint else "")
-                for verdict, text, hint in self.findings
-                if verdict in verdicts]
+        return [self.diagnosis(*finding) for finding in self.findings
+                if finding[0] in verdicts]
+
+    def diagnosis(self, verdict: str, text: str, hint: str) -> str:
+        """HTML of one finding."""
+        label = LABELS.get(verdict, verdict)
+        kind = "ask"
+        if verdict == "FAIL":
+            kind = "bad"
+        shown = paragraph(f"<strong>{label}</strong> {self.quote(text)}", kind)
+        if hint:
+            shown += paragraph(f"fix: {self.quote(hint)}", "hint")
+        return shown
 
     def table(self, rows: Mapping[str, Verdicts]) -> str:
         """HTML of {question: {trial: verdict}}."""

@@ -232,7 +232,7 @@ def test_a_stranger_asks_why(stranger):
     end = stranger("rankcheck", "why")
     assert end.returncode == 1, end
     shown = [begin + " ", *readme_says("why")]
-    shown[1:2] = [f"what was started last: {folder}"]
+    shown[1:2] = [f"last start: {folder}"]
     first = "was the first to end"  # unless rank 0 has lost it even earlier
     out = (start.stderr + end.stdout).replace(first, "ended")
     for line in shown:

@@ -62,7 +62,7 @@ def outcome(stage, text):
                 report = check(stage, script)
             except UserError as error:
                 first = str(error)
-                print(f"  FAIL  {error}")
+                print(f"  FAIL     {error}")
     if report is not None:
         found = [*report.failures, *report.warnings]
         first = ""

@@ -62,7 +62,7 @@ FAULTS = {
     "blocked port": ("blocked port", "from rank 1"),
     "wrong MASTER_ADDR": ("wrong MASTER_ADDR", "192.0.2.77"),
     "straggler": ("straggler", "rank 1"),
-    "dead node": ("rank killed|no record of an end", "rank 1"),
+    "dead node": ("rank killed|rank disappeared", "rank 1"),
 }
 # Tells each rank the name of another node
 NODE = ("export SLURMD_NODENAME=node$((1 + ${RANK-${OMPI_COMM_WORLD_RANK-"

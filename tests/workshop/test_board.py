@@ -9,7 +9,7 @@ import pytest
 from cluster import wait_for
 from stages import edited
 
-from workshop.board import MEANING, Board
+from workshop.board import MEANING, Board, Terminal
 from workshop.check.command import check
 from workshop.diff import render
 from workshop.instructor import classroom
@@ -17,9 +17,9 @@ from workshop.notebook import pictures
 
 
 @pytest.mark.whole
-def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch):
+def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch, snapshot):
     """And what is drawn beside it: the losses, and the samples. The class is
-    told what is wrong, if somebody takes part.
+    told what is wrong, if somebody takes part. The words are a page of text.
     """
     shared = tmp_path / "class"
     shared.mkdir()
@@ -27,8 +27,15 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch):
     board, script = Board(), edited(tmp_path, "ddp", (
         "loss = training_step(model, ", "loss = training_step(raw_model, "))
     report = check("ddp", script, events=True)
-    for line in capsys.readouterr().out.splitlines():
-        board.update(json.loads(line))
+    events = [*map(json.loads, capsys.readouterr().out.splitlines())]
+    terminal = Terminal(verbose=False)
+    for event in events:
+        board.update(event)
+        terminal.report(**event)
+    said = re.sub(r"last saved.*?,", "last saved then,", re.sub(
+        r"\d+\.\d+ s\b", "some s", capsys.readouterr().out))
+    snapshot("check.txt", re.sub(r"relative error of \S+", "relative error of "
+                                 "some", said))
     assert board.right is report.ok is False
     wait_for(lambda: classroom.read(shared))
     (person,) = classroom.read(shared)
@@ -89,7 +96,7 @@ def test_what_libraries_print_is_no_finding():
         board = board_after(*NOISE, f"{words}\n")
         assert board.right is False
         assert board.findings == [["FAIL", words, ""]]
-    assert "did not come to its end" in board.to_html()
+    assert "did not finish" in board.to_html()
     board = board_after('{"right": true}\n', "warning: not recorded\n")
     assert board.right and board.findings == [["warn", "not recorded", ""]]
 

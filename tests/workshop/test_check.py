@@ -220,7 +220,8 @@ def test_an_error_of_the_check_itself_is_no_verdict(
     error, = report.internal_errors
     assert error.startswith("it runs to its end: AttributeError: ")
     assert not report.failures and "FAIL" not in out
-    assert out.endswith("\nThe check itself failed: this is no verdict.\n")
+    assert out.endswith("\nThe check itself failed, so this is not a "
+                        "verdict.\n")
 
 
 @pytest.mark.whole

@@ -110,8 +110,10 @@ def test_what_follows_is_folded(capsys):
     found = [Finding(verdict, [text], []) for verdict, text in (
         ("ok", "it ends"), ("FAIL", "off by 5"), ("and", "so is the loss"))]
     for verbose, lines in ((False, [
-            "  FAIL  off by 5", "        (1 more follows from it)"]), (True, [
-            "  ok    it ends", "  FAIL  off by 5", "  and   so is the loss"])):
+            "  FAIL     off by 5",
+            "           (1 more follows from it)"]), (True, [
+            "  ok       it ends", "  FAIL     off by 5",
+            "  follows  so is the loss"])):
         experiment.tell_findings(Terminal(verbose), found, 1.0,
                                  verbose=verbose)
         assert capsys.readouterr().out.splitlines() == lines

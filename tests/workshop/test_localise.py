@@ -106,7 +106,7 @@ def test_a_script_that_cannot_be_compared(tmp_path, capsys):
         "latin-1"))
     assert not check("ddp", path).ok
     out = capsys.readouterr().out
-    assert "rank 1 takes device 0" in out and "It is" not in out
+    assert "rank 1 uses device 0" in out and "It is" not in out
     assert out.rstrip().endswith("Not yet. Use -v for details.")
 
 

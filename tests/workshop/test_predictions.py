@@ -102,7 +102,7 @@ def test_the_check_says_what_the_answer_quotes(
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert check(stage, script, change=number).failures
-    failed = re.search("^  FAIL  (.*)$", out.getvalue(), re.MULTILINE)
+    failed = re.search("^  FAIL +(.*)$", out.getvalue(), re.MULTILINE)
     assert quoted in failed[1], out.getvalue()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from backstage.errors import UserError, require
 from rankcheck.engine import exits
-from rankcheck.engine.findings import Finding, Report
+from rankcheck.engine.findings import Finding, Report, count_of
 from rankcheck.engine.report import Quiet
 from rankcheck.engine.scratch import remove
 from workshop.board import Terminal
@@ -187,7 +187,8 @@ class Experiment:
         """Tell what is wrong and why, or that all is right."""
         last = outcomes[-1]
         if report.internal_errors:
-            self.out.say("\nThe check itself failed: this is no verdict.")
+            self.out.say("\nThe check itself failed, so this is not a "
+                         "verdict.")
         elif last.mistake:
             if self.change:
                 self.blame_change(self.change)
@@ -206,7 +207,10 @@ class Experiment:
             verdict = (f"Correct on {name_sizes(sizes_of(outcomes))}: the "
                        "same training as on one device.")
             if report.warnings:
-                verdict += " See the warning above."
+                noun = "warning"
+                if len(report.warnings) > 1:
+                    noun = "warnings"
+                verdict += f" See the {noun} above."
             self.out.say(verdict)
         self.out.report(right=report.ok)
 
@@ -215,7 +219,7 @@ class Experiment:
         tried = documents.load(self.bench.stage)[change.number - 1]
         if change.place:
             self.out.say(
-                f"        It is change {change.number}{change.place}.")
+                f"           It is change {change.number}{change.place}.")
         text = f"Change {change.number} ({tried.title}){change.place}"
         give_reason(self.out, text, first_sentences(tried.why), tried.hint)
 
@@ -241,12 +245,12 @@ def tell_findings(out: Quiet, findings: Sequence[Finding], seconds: float, *,
     count = Counter(finding.verdict for finding in findings)
     if count["FAIL"] and count["and"]:
         verb = "follows" if count["and"] == 1 else "follow"
-        out.report(summary=f"        ({count['and']} more {verb} from it)")
+        out.report(summary=f"           ({count['and']} more {verb} from it)")
     elif not count["FAIL"]:
-        text = f"{count['ok']} questions ({seconds:.1f} s)"
+        text = f"{count_of(count['ok'], 'question')} ({seconds:.1f} s)"
         if len(findings) == 1:
             text = findings[0].text
-        out.report(summary=f"  ok    {text}")
+        out.report(summary=f"  ok       {text}")
 
 
 def sizes_of(outcomes: Sequence[Outcome]) -> list[int]:
@@ -305,7 +309,7 @@ def diagnose(bench: Bench, out: Quiet, outcome: Outcome,
         return  # it cannot be compared
     if 2 * len(diff.left) > diff.total or mine.other_stage():
         left = f"{len(diff.left)} of {diff.total} changes are left"
-        out.say(f"        {left}. {advice(mine)}")
+        out.say(f"           {left}. {advice(mine)}")
         out.report(cause=[left, advice(mine), ""])
         return
     items = localise.in_order(diff, mistake.lines)
@@ -376,7 +380,7 @@ def tell_cause(out: Quiet, diff: Diff, part: Sequence[Left],
     text = f"It is {localise.name(part)}"
     if found and found.text != mistake.text:
         text += f": {found.text}"
-    out.say(f"        {text}.")
+    out.say(f"           {text}.")
     kept = localise.kept_lines(diff, part)
     changes = [item for item in part if item.number]
     reason, hint = "", ""
@@ -406,5 +410,5 @@ def give_reason(out: Quiet, text: str, reason: str, hint: str = "") -> None:
     """
     for words in hint, reason:
         if words:
-            out.say(f"        {words}")
+            out.say(f"           {words}")
     out.report(cause=[text, reason, hint])

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rankcheck.engine.findings import Finding
 
-FORM = re.compile(r"(ok|warn|FAIL) [a-z][a-z-]*( [a-z]+=[-.0-9]+)*( \".+\")*")
+FORM = re.compile(
+    r'(ok|warn|FAIL) [a-z][a-z-]*( [a-z]+=[-.0-9]+)*( "[^"]+")*')
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,11 @@ def read_expected(text: str) -> Expected | None:
     """Return what a line expects; None if it is not of that form."""
     if not FORM.fullmatch(text):
         return None
-    verdict, kind, *more = shlex.split(text.replace("'", r"\'"))
+    begin = text.partition('"')[0]
+    verdict, kind, *pairs = begin.split()
     numbers = []
-    quotes = []
-    for part in more:
-        name, sign, value = part.partition("=")
-        if sign and name.isalpha() and f'"{part}"' not in text:
-            numbers.append((name, float(value)))
-        else:
-            quotes.append(part)
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        numbers.append((name, float(value)))
+    quotes = re.findall('"([^"]+)"', text)
     return Expected(verdict, kind, tuple(numbers), tuple(quotes))

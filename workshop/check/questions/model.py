@@ -118,14 +118,17 @@ def first_weights(trial: StageTrial, reference: StageTrial) -> Finding | None:
     mine = put_together([record.first_weights for record in trial.all_records])
     missing = mine.holes + sorted(good.tensors.keys() - mine.tensors.keys())
     if missing and trial.resumed is None:
-        return fail(f"no rank has {missing[0]}, or not all of it",
+        return fail(f"{missing[0]} is missing or incomplete on all ranks",
                     kind="missing-weights")
     if mine.differing:
-        return fail(f"rank {min(mine.differing)} starts from other weights "
-                    "than rank 0", kind="unequal-initial-weights")
+        return fail(f"rank {min(mine.differing)} starts with different "
+                    "weights than rank 0", ranks=sorted(mine.differing),
+                    kind="unequal-initial-weights")
     if not distance(mine, good) <= 0:
-        return fail("it starts from other weights than " + (
-            "the checkpoint's" if trial.first_step else "the single device"),
+        owner = "the checkpoint"
+        if not trial.first_step:
+            owner = "the single device"
+        return fail(f"it starts with different weights than {owner}",
                     kind="other-initial-weights")
     return None
 
@@ -180,8 +183,8 @@ def gradients(trial: StageTrial, reference: StageTrial) -> Finding | None:
                         kind="unequal-gradients")
         error = mine.error(good)
         if not error <= GRADIENT:
-            return fail(f"gradients of step {step} are off by "
-                        f"{percent(error)}",
+            return fail(f"gradients of step {step} have a relative error "
+                        f"of {percent(error)}",
                         numbers={"step": step, "error": error},
                         kind="gradients-differ")
     return None
@@ -200,13 +203,13 @@ def reductions(trial: StageTrial, reference: StageTrial) -> Finding | None:
     if count < 1.5:
         return ok(f"gradients are reduced {count:.1f} times a step",
                   numbers={"times": count}, kind="reduced")
-    fix: list[Fragment] = ["once is enough, after the last microbatch"]
+    fix: list[Fragment] = ["reduce once, after the last microbatch"]
     kind = "reduced-repeatedly"
     entered = trial.asked("no_sync")  # the lines
     if entered and not trial.asked("forward in no_sync"):
         kind = "no-sync-outside-forward"
-        fix = ["no_sync() (", Line(entered[0]), ") decides in the forward "
-               "pass: call the model inside it, too"]
+        fix = ["call the model inside no_sync() (", Line(entered[0]),
+               "), too: it takes effect in the forward pass"]
     return warn(
         f"gradients are reduced {count:.1f} times a step: {count:.0f} times "
         "the communication", fix, numbers={"times": count}, kind=kind)
@@ -237,6 +240,6 @@ def weights(trial: StageTrial, reference: StageTrial) -> Finding | None:
                     "not rank 0's", kind="unequal-weights")
     error = distance(mine, good)
     if not error <= 0.02 * LEARNING_RATE:
-        return fail(f"the final weights are off by up to {error:.1e}",
+        return fail(f"the final weights differ by up to {error:.1e}",
                     kind="weights-differ")
     return None

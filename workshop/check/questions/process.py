@@ -14,7 +14,7 @@ from pyflakes.checker import Checker
 from pyflakes.messages import UndefinedName
 
 from rankcheck.engine import exits
-from rankcheck.engine.findings import Finding, Line, fail, ok, warn
+from rankcheck.engine.findings import Finding, Line, counted, fail, ok, warn
 from rankcheck.record.tensors import names
 from workshop.check.plan import STEPS, UNEVEN, B
 from workshop.check.questions.question import question, several
@@ -34,10 +34,10 @@ def operations(trial: StageTrial, reference: StageTrial) -> Finding | None:
         if wrong:
             text, line, error = wrong
             return fail([f"{name}: {text}", *exits.in_brackets(
-                map(Line, line))], "on "
-                        "shapes that leave the last tile half empty: think of "
-                        "masks, of what is summed over tiles, and of who "
-                        "writes where", text if error else "", kind="kernel")
+                map(Line, line))], "check "
+                        "shapes that leave the last tile half empty: masks, "
+                        "what is summed over tiles, and who writes where",
+                        text if error else "", kind="kernel")
     return None
 
 
@@ -75,11 +75,12 @@ def how_it_ends(trial: StageTrial, reference: StageTrial) -> Finding | None:
                     "without an error", kind="ends-early")
     for rank, record in enumerate(trial.records):
         if not record:
-            return fail(f"rank {rank} left before the end of main()",
+            return fail(f"rank {rank} ended before the end of main()",
                         kind="leaves-early")
         if len(record.samples) < STEPS - trial.first_step:
-            return fail(f"rank {rank} makes {len(record.samples)} updates "
-                        f"in {STEPS} steps", ranks=[rank],
+            return fail(f"rank {rank} makes "
+                        f"{counted(record.samples, 'optimizer step')}, not "
+                        f"{STEPS - trial.first_step}", ranks=[rank],
                         numbers={"steps": len(record.samples)},
                         kind="uneven-steps")
     return ok(f"it runs to its end ({trial.seconds:.1f} s)", kind="runs")
@@ -95,7 +96,7 @@ def parts(trial: StageTrial, reference: StageTrial) -> Finding | None:
         return None
     for rank, start in enumerate(starts):
         if start["plain"]:
-            return fail(f"rank {rank} keeps all of {start['plain'][0][0]}",
+            return fail(f"rank {rank} holds all of {start['plain'][0][0]}",
                         ranks=[rank], kind="not-sharded")
         if not any(".h." in name for name in names(start)):
             return fail(f"rank {rank} has none of the blocks", kind="no-block")
@@ -110,11 +111,12 @@ def parts(trial: StageTrial, reference: StageTrial) -> Finding | None:
                     "compute the same", kind="not-split")
     if whole:
         return warn(f"{whole[0]} is not split: all ranks of a TP group "
-                    "compute the same with it", "give it a line of the plan",
+                    "compute the same with it", "add a line for it to the "
+                    "plan",
                     kind="not-split")
     if any(trial.asked("to")):
         return warn("every device has the whole model before it is sharded",
-                    "it has to fit there: leave the model on the CPU, "
+                    "leave the model on the CPU, as it may not fit: "
                     "fully_shard moves its parts", kind="sharded-late")
     return None
 
@@ -132,22 +134,23 @@ def trainer(trial: StageTrial, reference: StageTrial) -> Finding | None:
         return fail("trainer.fit() is never called", kind="no-lightning")
     writers = [one for found in trial.asked("writers") for one in found]
     if writers:
-        return fail(f"the Trainer writes, too: {', '.join(writers)}",
+        return fail(f"the Trainer also writes: {', '.join(writers)}",
                     kind="second-writer")
     if not any(trial.asked("plugins")):
-        return warn("Lightning guesses who has started the processes",
-                    "it would take the shell of a SLURM job for a task that "
-                    "waits for others: plugins=[lit.get_launcher()]",
+        return warn("Lightning guesses which launcher is used",
+                    "pass plugins=[lit.get_launcher()]: else it takes the "
+                    "shell of a SLURM job for a task that waits for others",
                     kind="no-launcher")
     return None
 
 
-@question("its processes leave their group at the end", where=several)
+@question("the process group is destroyed at the end", where=several)
 def parting(trial: StageTrial, reference: StageTrial) -> Finding | None:
     if any(record.joined for record in trial.all_records):
-        return warn("the process group is never left",
-                    "with NCCL the end may hang: dist.destroy_process_group() "
-                    "after the last collective", kind="no-destroy")
+        return warn("the process group is never destroyed",
+                    "call dist.destroy_process_group() after the last "
+                    "collective: with NCCL the end may hang otherwise",
+                    kind="no-destroy")
     return None
 
 
@@ -164,7 +167,7 @@ def devices(trial: StageTrial, reference: StageTrial) -> Finding | None:
             if name in ("cpu", "gloo", "mpi"):
                 return fail(["the device or its backend is always "
                              f"{name!r} (", Line(call.lineno),
-                             "): --device has no say"], kind="fixed-device")
+                             "): --device is ignored"], kind="fixed-device")
     if set(trial.asked("device")) - {"auto"} or (
             {None, "auto"} & set(trial.asked("accelerator"))):
         return fail("the device does not follow from --device",
@@ -174,8 +177,9 @@ def devices(trial: StageTrial, reference: StageTrial) -> Finding | None:
         for what in ("local_rank", "set_device", "device_ids"):
             for asked in trial.asked(what, rank):
                 if asked is not None and asked != local:
-                    return fail(f"rank {rank} takes device {asked!r}, but it "
-                                f"has local rank {local}", kind="wrong-device")
+                    return fail(f"rank {rank} uses device {asked!r}, but its "
+                                f"local rank is {local}", ranks=[rank],
+                                kind="wrong-device")
     return None
 
 
@@ -196,7 +200,7 @@ def uneven(trial: StageTrial, reference: StageTrial) -> Finding | None:
     said = (f"with a minibatch of {UNEVEN} samples, which 2 ranks with "
             f"microbatches of {B} cannot share, ")
     if any(map(trial.updates, range(trial.mesh.size))):
-        return fail(said + "it trains all the same", kind="uneven-minibatch")
+        return fail(said + "it trains anyway", kind="uneven-minibatch")
     if any(rank.status in (None, 0) for rank in trial.ranks):
         return fail(said + "not every rank ends with an error",
                     kind="uneven-minibatch")
@@ -210,7 +214,7 @@ def compiled(trial: StageTrial, reference: StageTrial) -> Finding | None:
     start = trial.record_of(0).start
     if "--compile" not in trial.more:
         return None if used == {None} else fail(
-            "with --no-compile it is compiled all the same", kind="compiled")
+            "with --no-compile it is compiled anyway", kind="compiled")
     if None in used:
         return fail("with --compile the model that trains is not compiled",
                     kind="not-compiled")
@@ -224,5 +228,5 @@ def compiled(trial: StageTrial, reference: StageTrial) -> Finding | None:
 @question("--recompute keeps few activations", ("stopped",))
 def recomputed(trial: StageTrial, reference: StageTrial) -> Finding | None:
     if not all(record.recomputed for record in trial.all_records):
-        return fail("--recompute changes nothing", kind="no-recompute")
+        return fail("--recompute has no effect", kind="no-recompute")
     return None

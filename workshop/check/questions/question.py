@@ -80,13 +80,13 @@ def judge(title: str, answer: Answer, examined: Examined) -> Finding:
         found = answer(examined.trial, examined.reference)
     except RecursionError:
         return warn(f"it was not checked whether {title}",
-                    "an expression of the script is nested too deeply",
+                    "simplify the script: an expression is nested too deeply",
                     kind="not-answered")
     except STRANGE as error:
         words = f"{type(error).__name__}: {error}"
         return fail(f"the check cannot tell whether {title}: {words}",
-                    "what the script leaves there is not what the course's "
-                    "stages leave", words, kind="not-answered")
+                    "check what the script leaves: the course's stages leave "
+                    "something else", words, kind="not-answered")
     return found or ok(title)
 
 
@@ -152,6 +152,6 @@ def ask_about(column: str, title: str, name: str, tolerance: float,
                 text += f"{good:.6g}"
                 times = value / good
                 if not 0.6 < times < 1.6:
-                    text += f" ({times:.3g} times as much)"
+                    text += f" ({times:.3g} times as large)"
                 return fail(text, numbers={"step": step}, kind="log")
         return ok(f"{title} (to {tolerance:.0e})")

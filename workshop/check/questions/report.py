@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rankcheck.engine import exits
-from rankcheck.engine.findings import Finding, fail, percent, warn
+from rankcheck.engine.findings import Finding, counted, fail, percent, warn
 from rankcheck.record.tensors import Whole, describe
 from workshop.check.plan import LEARNING_RATE, STEPS
 from workshop.check.questions.question import (
@@ -52,40 +52,41 @@ def logged_seconds(trial: StageTrial, reference: StageTrial) -> Finding | None:
     return None
 
 
-@question("rank 0 alone logs and saves", where=several)
+@question("only rank 0 logs and saves", where=several)
 def writers(trial: StageTrial, reference: StageTrial) -> Finding | None:
     written: dict[str, int] = {}  # file -> the rank that writes it
     for rank, record in enumerate(trial.all_records):
         for path in record.written:
             if written.setdefault(path, rank) != rank:
-                return fail(f"rank {rank} writes {Path(path).name} too",
+                return fail(f"rank {rank} also writes {Path(path).name}",
                             ranks=[rank], kind="second-writer")
         if rank and "| step" in trial.ranks[rank].out:
-            return fail(f"rank {rank} prints the log line too",
+            return fail(f"rank {rank} also prints the log line",
                         ranks=[rank], kind="second-writer")
     return None
 
 
-@question("every rank writes texts of its own", where=no_pipeline)
+@question("every rank generates its own text", where=no_pipeline)
 def texts(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Four of each, printed by rank 0; a TP group writes them together."""
     tp = trial.mesh.tp
     for rank, record in enumerate(trial.all_records):
         first = rank - rank % tp
         if rank and PROMPT in trial.ranks[rank].out:
-            return fail(f"rank {rank} prints its texts itself: they may end "
-                        "up between one another's lines", kind="second-writer")
+            return fail(f"rank {rank} prints its generated text itself, so "
+                        "lines of several ranks may mix", ranks=[rank],
+                        kind="second-writer")
         if record.continued != trial.record_of(first).continued:
-            return fail(f"ranks {first} and {rank} of a TP group write "
-                        "different texts", kind="unequal-text")
+            return fail(f"ranks {first} and {rank} of a TP group generate "
+                        "different text", kind="unequal-text")
     found = trial.ranks[0].out.split(f"\n{PROMPT}")[1:]
     # after step 0 and after the last step
     right = 4 * trial.mesh.dp * (1 if trial.first_step else 2)
     if len(found) != right:
-        return fail(f"{len(found)} texts are printed, not {right}, each on a "
-                    "line of its own", kind="text-count")
+        return fail(f"{counted(found, 'generated text')} printed, not "
+                    f"{right}, each on its own line", kind="text-count")
     if len({text[:20] for text in found}) < len(found):
-        return fail("some ranks write the same texts", kind="same-text")
+        return fail("some ranks generate the same text", kind="same-text")
     return None
 
 
@@ -112,21 +113,21 @@ def checkpoint(trial: StageTrial, reference: StageTrial) -> Finding | None:
     prefix = prefix_of(mine, good)
     odd = sorted({name.removeprefix(prefix) for name in mine} ^ good.keys())
     if odd or "module." in prefix or "_orig_mod." in prefix:
-        return fail(f"the checkpoint has other names ({[*odd, *mine][0]})",
+        return fail(f"the checkpoint has different names ({[*odd, *mine][0]})",
                     kind="checkpoint-names")
     off = distance(whole(mine, prefix), whole(good))
     if not off <= 0.02 * LEARNING_RATE:
-        return fail(f"the checkpoint's weights are off by up to {off:.1e}",
+        return fail(f"the checkpoint's weights differ by up to {off:.1e}",
                     kind="checkpoint-weights")
     off = whole(moments(trial.state), prefix).error(
         whole(moments(reference.state)))
     if not off <= 0.01:
-        return fail("the checkpoint's state of the optimizer is off by "
-                    f"{percent(off)}", kind="checkpoint-optimizer")
+        return fail("the checkpoint's optimizer state has a relative error "
+                    f"of {percent(off)}", kind="checkpoint-optimizer")
     if prefix:
         return warn(f"the checkpoint's names begin with {prefix}",
-                    "other stages do not go on from it: save the model "
-                    "inside", kind="checkpoint-names")
+                    "save the model inside: other stages cannot resume from "
+                    "this", kind="checkpoint-names")
     return None
 
 

@@ -29,6 +29,7 @@ EFFECT = re.compile(  # words about what another rank did, or did not
 SAID = re.compile(r"error(?: \(rank \d+\))?: (.*)")  # by the script itself
 TOOLS = f"{Path(__file__).parents[1]}/"  # this package: no script of theirs
 NO_GPU = re.compile(r"\b(CUDA|NVIDIA|NCCL|XPU|HIP)\b|accelerator device")
+SAME_CALLS = "call the same collectives in the same order on all ranks"
 ON_CPU = ("let the script run on a CPU, as it does here: "
           'device = "cuda" if torch.cuda.is_available() else "cpu"')
 
@@ -71,8 +72,12 @@ def explain(trial: Trial) -> Finding | None:
             return fail([f"rank {first} ", *last_said.sentence], hint,
                         last_said.error, ranks=[first], kind=last_said.kind)
     if trial.gave_up == "hangs":
-        return fail(["it hangs: ", *where_all(trial)], mismatch, kind="hang")
-    return fail(mismatch, kind="collective-mismatch")
+        sentence = ["it hangs: ", *where_all(trial)]
+        if not mismatch:
+            return fail(sentence, kind="hang")
+        return fail([*sentence, "; ", *mismatch], SAME_CALLS,
+                    kind="collective-mismatch")
+    return fail(mismatch, SAME_CALLS, kind="collective-mismatch")
 
 
 def last_words(trial: Trial, rank: int) -> Finding:

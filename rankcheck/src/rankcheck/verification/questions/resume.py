@@ -383,7 +383,8 @@ def afterwards(good: Sequence[Updates], back: Sequence[Updates],
         return [warn("no later step was compared", "save earlier, or watch "
                      "more steps: --steps",
                      kind="resumed-run-not-compared")]
-    return [ok(f"{count_of(count, 'later step')} as in the uninterrupted run",
+    return [ok("later steps match the uninterrupted run "
+               f"({count_of(count, 'step')})",
                kind="resumed-run-matches")]
 
 
