@@ -261,7 +261,7 @@ CASES = [  # the stage, the column, the change; the question, what it finds
     ("ddp", "2", having(rows=lambda rows: rows[:4]), "it runs to its end",
      "FAIL ends-early"),
     ("ddp", "2", sleeps, "it runs to its end",
-     'FAIL hang line=9 line=7 "rank 0" "rank 1"'),
+     'FAIL collective-mismatch line=9 line=7 "rank 0" "rank 1"'),
     ("ddp", "2", on(1, samples=[[0, 1]] * STEPS), "each step reads its",
      "FAIL batch-size rank=1 step=0 samples=2 single=8"),
     ("ddp", "2", each("samples", lambda steps: steps[1:] + steps[:1]),
