@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 import rankcheck
-from rankcheck.engine.findings import Finding, Proof, Report, fail, ok, warn
+from rankcheck.engine.findings import (
+    Finding,
+    Proof,
+    Report,
+    count_of,
+    counted,
+    fail,
+    ok,
+    warn,
+)
+from rankcheck.engine.report import Terminal
 from rankcheck.record import recorder
 from rankcheck.record.recorder import is_own
 from rankcheck.system.errors import InternalError
@@ -55,6 +65,27 @@ def test_what_status_0_requires(proof):
     assert lacks.startswith(REQUIRED[proof])
     assert (Case.apart in lacks) == (proof is Proof.SINGLE)
     assert missing([*shown, ok("", proves=frozenset({proof}))], Case) == []
+
+
+@pytest.mark.parametrize(("verdict", "label"), [
+    ("ok", "ok     "), ("warn", "warning"), ("FAIL", "FAIL   "),
+    ("and", "follows"), ("", "       ")])
+def test_a_finding_is_printed_with_its_fix(verdict, label, capsys):
+    """A fix that several findings share is printed once."""
+    out = Terminal()
+    out.tell(verdict, "it is so", "do that")
+    out.tell(verdict, "and so", "do that")
+    assert capsys.readouterr().out == (
+        f"  {label}  it is so\n           fix: do that\n  {label}  and so\n")
+
+
+@pytest.mark.parametrize(("number", "noun", "text"), [
+    (1, "process", "1 process"), (2, "process", "2 processes"),
+    (0, "step", "0 steps"), (1, "failure", "1 failure"),
+    (3, "batch", "3 batches")])
+def test_a_count_has_the_right_plural(number, noun, text):
+    assert count_of(number, noun) == text
+    assert counted(range(number), noun) == text
 
 
 def raises(*_):

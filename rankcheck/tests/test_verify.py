@@ -75,12 +75,12 @@ def test_a_module_of_a_package(words, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    ("", "name the script"), ("nowhere.py", "nowhere.py is not there"),
-    ("fifo.py", "fifo.py is no file"), ("-m nowhere.at", "no module nowhere"),
-    ("-c pass", "not -c"), ("env -i python x.py", "env is a program"),
+    ("", "no script is named"), ("nowhere.py", "nowhere.py does not exist"),
+    ("fifo.py", "fifo.py is not a file"), ("-m nowhere.at", "module nowhere"),
+    ("-c pass", "cannot run -c"), ("env -i python x.py", "env is a program"),
     ("/usr/bin/env python x.py", "env is a program"),
     ("./x.sh 1", "x.sh is a program"), ("env.py 1", "1"), ("ls 1", "1"),
-    ("torchrun x", "which script does torchrun start"),
+    ("torchrun x", "found behind torchrun"),
     ("deepspeed x.py --x", "--local_rank={rank} --x"),
     ("python3.11 x.py 1", "1"), ("x.py --x", "--x"),
     ("torchrun x.py -- 1 -- 2", "1 -- 2"), ("-- x.py -- --x", "-- --x")])
@@ -218,7 +218,7 @@ def test_an_older_torch_is_named(stranger):
     shutil.rmtree(old)
     assert end.returncode == 2 and end.stderr == (
         "error: PyTorch 2.4.1+cu121 is older than 2.11, which rankcheck "
-        "needs: install a newer one\n"), end
+        "needs; fix: install a newer one\n"), end
 
 
 @pytest.mark.whole

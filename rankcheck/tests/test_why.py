@@ -605,7 +605,7 @@ def test_a_rank_that_only_its_launcher_has_seen(tmp_path):
     (tmp_path / "node1-7.exits").write_text(json.dumps(
         {8: {"rank": 1, "status": -7, "time": 9}}))
     assert answer(tmp_path).text.startswith(
-        "rank 1 was ended by SIGBUS, according to the launcher")
+        "rank 1 was killed by SIGBUS, according to the launcher")
 
 
 @pytest.mark.parametrize(("launcher", "last", "fault", "words"), [
@@ -613,7 +613,7 @@ def test_a_rank_that_only_its_launcher_has_seen(tmp_path):
     ("spawn", "sys.exit(3)", "rank failed", "rank 1 ended, with "
      "status 3, according to the launcher"),
     ("spawn", "os.kill(os.getpid(), 14)", "rank killed", "rank 1 was "
-     "ended by SIGALRM"),
+     "killed by SIGALRM"),
     ("spawn", "1 / 0", "rank failed", "in line 6 of script.py: 1 / 0, with "
      )])
 @pytest.mark.whole

@@ -255,9 +255,9 @@ def test_a_full_folder_for_temporary_files(tmp_path, temporary, mount, size):
     script = edited(tmp_path, "ddp", ("import math\n", (
         f"import math\nwith open('{temporary}/full', 'wb') as file:\n"
         "    while True:\n        file.write(bytes(2**16))\n")))
-    with pytest.raises(UserError, match=f"^{temporary} is full: make room "
-                       "there, or name another folder for temporary files, "
-                       r"export TMPDIR=\.\.\.$"):
+    with pytest.raises(UserError, match=f"^{temporary} is full; fix: make "
+                       "room there, or name another folder for temporary "
+                       r"files: export TMPDIR=\.\.\.$"):
         check("ddp", script)
     assert (temporary / "full").exists() == (size == "70m")
     assert not left_in(temporary)

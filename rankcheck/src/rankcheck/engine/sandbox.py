@@ -44,8 +44,8 @@ NOTES = "guard"  # the folder of what the guards tell one another
 LOOKS = 20_000  # at files that `Kept` compares
 STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system")
 GUARDED = "RANKCHECK_GUARD"  # the variable by which what is started knows it
-BY_WHOM = ("by another program, or by what the script has started or compiled:"
-           " then try it in a copy of this folder")
+BY_WHOM = ("by another program, or by what the script has started or compiled;"
+           " in that case, run this in a copy of the folder")
 
 # What a change does to a path: it makes something where nothing is; it takes
 # what is there away, or puts something else in its place; it changes the
@@ -226,8 +226,9 @@ class Sandbox:
     def require_kept(self, remedy: str) -> None:
         """Raise `UserError` if a rank was ended, as it would change a file."""
         for place in self.noted("refused")[:1]:
-            raise UserError(f"{place} was there before, and the script was "
-                            f"about to change it: it is as it was. {remedy}")
+            raise UserError(
+                f"the script was stopped before it changed {place}, an "
+                f"existing file, which is unchanged; {remedy}")
 
     def name(self, path: str | Path) -> Path:
         """Return where the copy of a file is."""

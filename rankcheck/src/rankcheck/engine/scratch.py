@@ -48,7 +48,8 @@ def read_script(script: str | Path) -> bytes:
     except OSError as error:
         raise UserError(f"{name}: {error.strerror}") from error
     require(len(data) <= LARGEST, f"{name} has more than {LARGEST:,} "
-            "bytes, too many for a script: is it another file?")
+            "bytes, too many for a script; fix: check that it is the file "
+            "that you mean")
     require_python(script, data)
     return data
 
@@ -143,8 +144,8 @@ def make_folder() -> Path:
 
 def full(folder: str | Path) -> UserError:
     """Return the error that there is no room in the folder."""
-    return UserError(f"{folder} is full: make room there, or name another "
-                     "folder for temporary files, export TMPDIR=...")
+    return UserError(f"{folder} is full; fix: make room there, or name "
+                     "another folder for temporary files: export TMPDIR=...")
 
 
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}  # all GPUs

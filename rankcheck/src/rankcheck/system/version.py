@@ -30,4 +30,4 @@ def require_torch() -> None:
     if (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise UserError(f"PyTorch {installed} is older than {oldest}, which "
-                        "rankcheck needs: install a newer one")
+                        "rankcheck needs; fix: install a newer one")

@@ -17,6 +17,7 @@ from pathlib import Path
 from rankcheck.system.errors import UserError, require
 from rankcheck.system.launchers import LAUNCHER_PROGRAMS
 
+USAGE = "rankcheck verify -n 2 -- train.py --its-flags"
 # What it gives each process beside the environment
 TELLS = {"deepspeed": ["--local_rank={rank}"],
          "torch.distributed.launch": ["--local-rank={rank}"]}
@@ -93,22 +94,22 @@ def read(words: Iterable[str]) -> Program:
             words = after_flags(words[2 if module else 1:], launcher)
         else:
             break
-    require(words, "name the script: rankcheck verify -n 2 -- train.py "
-            "--its-flags")
-    require(words[0] != "-c", "verify needs a script in a file, not -c")
+    require(words, f"no script is named; fix: {USAGE}")
+    require(words[0] != "-c", "verify cannot run -c; fix: put the script into "
+            "a file")
     end = 2 if module else 1
     if not before and words[end:end + 1] == ["--"]:
         del words[end]
     if module:
-        require(words[1:], "name the module behind -m")
+        require(words[1:], "no module is named; fix: name it behind -m")
         return Program(find_module(words[1]), (*told, *words[2:]), words[1],
                        launcher)
     script = Path(words[0]).absolute()
-    require(not is_program(words[0]), f"{words[0]} is a program: verify "
-            "starts the processes itself, so name the script that it starts: "
-            "rankcheck verify -n 2 -- train.py --its-flags")
-    require(os.path.lexists(script), f"{words[0]} is not there")
-    require(script.is_file(), f"{words[0]} is no file")
+    require(not is_program(words[0]), f"{words[0]} is a program, and verify "
+            "starts the processes itself; fix: name the script that it "
+            f"starts: {USAGE}")
+    require(os.path.lexists(script), f"{words[0]} does not exist")
+    require(script.is_file(), f"{words[0]} is not a file")
     return Program(script, (*told, *words[1:]), launcher=launcher)
 
 
@@ -131,8 +132,8 @@ def after_flags(words: list[str], launcher: str) -> list[str]:
             return ["-m", *words[i + 1:]]
         if word.endswith(".py"):
             return words[i:]
-    raise UserError(f"which script does {launcher} start? Name it without the "
-                    "launcher: rankcheck verify -n 2 -- train.py --its-flags")
+    raise UserError(f"no script is found behind {launcher}; fix: name it "
+                    f"without the launcher: {USAGE}")
 
 
 def find_module(name: str) -> Path:
@@ -142,11 +143,11 @@ def find_module(name: str) -> Path:
         found = importlib.machinery.PathFinder.find_spec(part, path)
         if found is None:
             raise UserError(
-                f"there is no module {name} here: {part} was not found in the "
-                "current folder, nor where it was installed")
+                f"there is no module {name}: {part} is neither in the current "
+                "folder nor installed")
         folders = found.submodule_search_locations
         if folders is None and found.origin is not None:
             return Path(found.origin)
         path = list(folders or ())
-    raise UserError(f"{name} is a package without a __main__.py: name one of "
-                    "its modules")
+    raise UserError(f"{name} is a package without a __main__.py; fix: name "
+                    "one of its modules")
