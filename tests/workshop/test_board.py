@@ -40,10 +40,10 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch, snapshot):
     wait_for(lambda: classroom.read(shared))
     (person,) = classroom.read(shared)
     assert person.right is False
-    assert person.mistake == "gradients are the single device's"
+    assert person.mistake == "gradients match the single device's"
     assert board.columns == [
         "1", "2", "4", "uneven", "resumed", "stopped"]
-    gradients = board.answers["gradients are the single device's"]
+    gradients = board.answers["gradients match the single device's"]
     assert gradients == {"1": "ok", "2": "FAIL"}
     assert board.answers["losses agree at every step"]["2"] == "and"
     assert [verdict for verdict, *_ in board.findings].count("FAIL") == 1

@@ -242,7 +242,7 @@ def test_saved_during_the_check(tmp_path, temporary, capfd, monkeypatch):
     assert "Correct" in out.splitlines()[-1] and "  warning  " not in out
     rows = {line[:-30].strip(): line[-30:].split() for line in
             out.splitlines() if line.endswith(" ok") or " ok " in line[-30:]}
-    assert rows["gradients are the single device's"] == ["ok"] * 4
+    assert rows["gradients match the single device's"] == ["ok"] * 4
     assert rows["checkpoint"] == ["ok"]  # the end of a long question
     assert out.index("resumed stopped") < out.index("Correct on 1, 2 and 4")
     assert script.read_bytes() != data and not left_in(temporary)

@@ -79,7 +79,7 @@ def shorten(numbers: Sequence[int]) -> str:
     return text
 
 
-@question("the optimizer is the single device's")
+@question("the optimizer matches the single device's")
 def optimizer(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """What it updates, and how: groups of parameters by name."""
     good = by_name(reference.record_of(0).optimizers or [])
@@ -166,7 +166,7 @@ def sharding(trial: StageTrial, reference: StageTrial) -> Finding | None:
 ask_about("lr", "learning rates agree", "learning rate", 1e-6)
 
 
-@question("gradients are the single device's", ("whole", "resumed"))
+@question("gradients match the single device's", ("whole", "resumed"))
 def gradients(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """Equal on all ranks that hold the same, and right, at every step."""
     for step in range(trial.first_step, STEPS):
@@ -231,7 +231,7 @@ def gathers(trial: StageTrial, reference: StageTrial) -> Finding | None:
     return None
 
 
-@question("final weights are the single device's", ("whole", "resumed"))
+@question("final weights match the single device's", ("whole", "resumed"))
 def weights(trial: StageTrial, reference: StageTrial) -> Finding | None:
     good = put_together([reference.record_of(0).last_weights])
     mine = put_together([record.last_weights for record in trial.all_records])

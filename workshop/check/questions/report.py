@@ -90,7 +90,7 @@ def texts(trial: StageTrial, reference: StageTrial) -> Finding | None:
     return None
 
 
-@question("its checkpoints are the single device's")
+@question("its checkpoints match the single device's")
 def checkpoint(trial: StageTrial, reference: StageTrial) -> Finding | None:
     """The whole state by name: weights, and the optimizer's moments."""
     if trial.state is None:
