@@ -284,7 +284,9 @@ def lab(tmp_path):
         env |= {"HOME": str(home), "JUPYTER_PREFER_ENV_PATH": "0",
                 **variables}
         if not command:  # a portal's: it asks nobody about news
-            env["JUPYTER_CONFIG_PATH"] = str(ROOT / "workshop" / "notebook")
+            env["JUPYTER_CONFIG_PATH"] = os.pathsep.join(
+                [str(leave_out_live_content(tmp_path / "portal")),
+                 str(ROOT / "workshop" / "notebook")])
         port = ranks.free_port()
         command = command or ("jupyterlab", "--no-browser",
                               f"--ServerApp.root_dir={root}")
@@ -312,6 +314,19 @@ def lab(tmp_path):
             server.wait(20)
         except subprocess.TimeoutExpired:
             server.kill()
+
+
+def leave_out_live_content(folder: Path) -> Path:
+    """Write settings of a JupyterLab whose editor does not follow the disk."""
+    for name, settings in (
+            ("labconfig/page_config.json", {"disabledExtensions": {
+                "@jupyter-ai-contrib/live-content": True}}),
+            ("jupyter_server_config.json", {"ServerApp": {
+                "jpserver_extensions": {"jupyter_live_content": False}}})):
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(settings))
+    return folder
 
 
 @pytest.fixture

@@ -423,6 +423,31 @@ def test_the_journey_from_ddp(page, lab, repo):
     page.locator(".jp-Stdin-input").press("Enter")  # as submit() says
 
 
+def test_the_editor_follows_the_script(page, lab, repo):
+    """In the course's own JupyterLab, unless it has unsaved edits."""
+    pytest.importorskip("jupyter_live_content")
+    script = repo / "code/train_gpt2.py"
+    shutil.copy(STAGES["std"].solution, script)
+    page.goto(lab(repo, "workshop", "lab", "ddp", "--no-browser"))
+    lesson = Lesson(page)
+    shown = lesson.expect(lesson.editor)
+    workshop(repo, "apply", "ddp", "4")
+    shown.to_contain_text("with DDP: each has a copy of the model")
+    workshop(repo, "reset", "--undo")
+    shown.to_contain_text("on one device: model")
+    saved = script.read_text()
+    lesson.editor.click(position={"x": 200, "y": 5})
+    page.keyboard.type("# mine ")
+    workshop(repo, "apply", "ddp", "4")
+    page.wait_for_timeout(3000)
+    shown.to_contain_text("# mine ")  # nothing is taken away
+    assert "# mine " not in script.read_text() != saved
+    page.keyboard.press("Control+s")
+    page.locator(".jp-Dialog button", has_text="Revert").click()
+    shown.to_contain_text("with DDP: each has a copy of the model")
+    shown.not_to_contain_text("# mine ")
+
+
 def test_a_view_that_comes_late_lives(page, lab, repo):
     """In a cell that has had one, though the machine was busy for so long."""
     shutil.copy(STAGES["ddp"].solution, repo / "code/train_gpt2.py")

@@ -27,9 +27,9 @@ from workshop.diff.diff import Diff, Left, Script, nearest, read_stages
 from workshop.results import runs
 from workshop.stages import DESK, LESSONS, STAGES, find
 
-REOPEN = ("Reopen the script if an editor shows it. In JupyterLab, click into "
-          "it, then File > Reload Python File from Disk; should JupyterLab "
-          "ask, take Revert: Overwrite throws these changes away.")
+REOPEN = ("Reopen the script if an editor shows the old one. In JupyterLab, "
+          "click into it, then File > Reload Python File from Disk; should "
+          "JupyterLab ask, take Revert: Overwrite throws these changes away.")
 
 
 def proven(diff: Diff) -> list[Left]:
