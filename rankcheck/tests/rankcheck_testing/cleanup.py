@@ -29,12 +29,10 @@ PATIENCE = 30  # seconds in which killed processes have to be gone
 
 def all_processes() -> Iterator[tuple[int, list[str], list[str]]]:
     """The number, words and variables of each that this user may look at."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another's
-            words, variables = (
-                (folder / name).read_text(errors="replace").split("\0")
-                for name in ("cmdline", "environ"))
-            yield int(folder.name), words, variables
+    for pid in proc.list_processes():
+        variables = proc.read_variables(pid)
+        if variables is not None:  # else it has ended, or is another's
+            yield pid, proc.read_command(pid), variables
 
 
 def find_processes(folder: Path) -> Iterator[int]:
