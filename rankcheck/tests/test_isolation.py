@@ -102,3 +102,17 @@ def test_them():
     assert end.returncode == pytest.ExitCode.TESTS_FAILED, end
     assert "left behind by a test: process" in end.stdout
     assert "sleep 99" in end.stdout
+
+
+def test_of_the_folders_of_failed_tests_the_last_ones_stay(tmp_path):
+    texts = {f"ours{i}": cleanup.KEPT_TEXT for i in range(5)}
+    texts |= {"theirs": "", "another": "kept: do not remove\n"}
+    for age, (name, text) in enumerate(texts.items()):
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / cleanup.KEPT
+        file.write_text(text)
+        os.utime(file, (age, age))
+    (tmp_path / "unmarked").mkdir()
+    cleanup.remove_older(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "another", "ours2", "ours3", "ours4", "theirs", "unmarked"]

@@ -23,6 +23,9 @@ from rankcheck.system import proc
 # Where Python finds rankcheck. The script begins without the user's variables.
 SOURCE_PATH = str(Path(__file__).resolve().parents[2] / "src")
 KEPT = "kept"  # a file in the folder: a test has failed, let it be looked at
+MOST_KEPT = 3  # of these folders: together they filled a disk
+KEPT_TEXT = ("rankcheck's tests have kept this folder, as one of them has "
+             "failed. The third that fails after it removes it.\n")
 PLACES = "PWD=", "OLDPWD="  # where a shell is, and was
 PATIENCE = 30  # seconds in which killed processes have to be gone
 
@@ -62,6 +65,23 @@ def unmount(folder: Path) -> None:
             if Path(place).is_relative_to(folder):
                 subprocess.run(["umount", "-l", place], check=False,
                                stderr=subprocess.DEVNULL)
+
+
+def remove_older(parent: Path) -> None:
+    """Remove the folders of tests that have failed, but the last ones.
+
+    Args:
+        parent: where they are. Only what has our mark in it is removed, and
+            only of this user's.
+    """
+    kept: list[tuple[float, Path]] = []
+    for file in parent.glob(f"*/{KEPT}"):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            status = file.stat()
+            if status.st_uid == os.getuid() and file.read_text() == KEPT_TEXT:
+                kept.append((status.st_mtime, file.parent))
+    for _, folder in sorted(kept)[:-MOST_KEPT]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def clean_up(pid: int, ticks: int, folder: Path) -> None:

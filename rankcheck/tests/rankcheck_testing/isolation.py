@@ -204,7 +204,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     folder = Path(os.environ["TMPDIR"])
     if session.exitstatus in (pytest.ExitCode.TESTS_FAILED,
                               pytest.ExitCode.INTERNAL_ERROR):
-        (folder / cleanup.KEPT).touch()
+        (folder / cleanup.KEPT).write_text(cleanup.KEPT_TEXT)
+        cleanup.remove_older(folder.parent)
     else:
         shutil.rmtree(folder, ignore_errors=True)
 
