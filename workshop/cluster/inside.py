@@ -199,8 +199,12 @@ class Controller:
         # of a node that has been killed a moment ago
         subprocess.run(["ip", "link", "del", link], check=False,
                        stderr=subprocess.DEVNULL)
+        # the same address each time: the other nodes remember it, and would
+        # send to that of a node that has crashed and is back
+        number = self.settings.names.index(name) + 1
         call("ip", "link", "add", link, "type", "veth", "peer", "name",
-             "eth0", "netns", str(holder))
+             "eth0", "address", f"02:00:00:00:00:{number:02x}",
+             "netns", str(holder))
         call("ip", "link", "set", link, "master", "br0", "up")
 
 
