@@ -487,14 +487,17 @@ def test_sharding_measures_what_its_formulas_say(shown):
             compared[what] = int(measured.replace(",", ""))
     assert len(compared) == 4 + 2 + 3 + 4
     table = said_by(shown, 'Comparison("ZeRO-3", "ZeRO-2")')
-    rows = re.findall(r"rank 0: \S.*?" + 4 * r" +([\d,]+)" + "$", table, re.M)
-    assert len(rows) == 4
-    for first, by_formula, second, also in rows:
+    rows = {}  # what -> measured and by the formula, of ZeRO-3 and of ZeRO-2
+    for what, *numbers in re.findall(
+            r"rank 0: (\S.*?)" + 4 * r" +([\d,]+)" + "$", table, re.M):
+        rows[what] = [int(number.replace(",", "")) for number in numbers]
+        first, by_formula, second, also = rows[what]
         assert first == by_formula and second == also, table
+    assert len(rows) == 4
     assert compared["moments"] == 2 * compared["parameters"]
-    for name, whole in (("ZeRO-2", 4), ("ZeRO-3", 1.1)):
-        assert compared[f"{name}: whole in between"] <= (
-            whole * compared[f"{name}: my parameters, afterwards"])
+    for column, whole in ((0, 1.1), (2, 4)):
+        assert rows["whole in between"][column] <= (
+            whole * rows["mine, afterwards"][column])
     assert compared["pp, 4 sends"] < compared["dp, 11 all-gathers"] < (
         compared["tp, 36 all-reduces"])
 
