@@ -8,8 +8,9 @@ import torch
 
 from rankcheck.engine.hang_detector import Budget
 from rankcheck.engine.trial import Trial, watch
+from rankcheck.record.files import opened
 from rankcheck.record.rank_record import RankRecord, record_file
-from rankcheck.record.recorder import Log
+from rankcheck.record.recorder import Log, Updates
 from rankcheck.record.tensors import describe
 from rankcheck.system.errors import InternalError
 from rankcheck_testing.support import program
@@ -91,3 +92,24 @@ def test_a_clients_record_comes_back_from_the_ranks(tmp_path):
     trial = watch(Trial(script), (), tmp_path / "more", print, Budget(20.0),
                   probes=[fails], record=Counted, world_size=2)
     assert trial.records == [None, None]
+
+
+def begins(log):
+    log.begun = True  # steps count without a model
+
+
+@pytest.mark.parametrize(("line", "saved"), [
+    ("pickle.dumps(torch.ones(2))", []),  # as all_gather_object does
+    ("torch.save({'weight': torch.ones(2)}, io.BytesIO())", ["saved-1"])])
+def test_a_tensor_that_is_sent_is_not_saved(line, saved, tmp_path):
+    script = program(tmp_path / "script.py", f"""\
+import io, pickle, torch
+weight = torch.nn.Parameter(torch.ones(2))
+weight.grad = torch.ones(2)
+torch.optim.SGD([weight], 0.1).step()
+{line}
+""")
+    seen = tmp_path / "seen"
+    watch(Trial(script), (), seen, print, Budget(20.0),
+          probes=[begins, Updates(), opened])
+    assert [path.name for path in seen.glob("saved-*")] == saved

@@ -55,7 +55,10 @@ def opened(log: Log, without: Sequence[str] = ()) -> None:
         if isinstance(f, (str, Path)):  # not opened by Python
             wrote(os.path.abspath(f))
         save(obj, f, *args, **kwargs)
-        if log.updates:  # the other ranks may be an update behind
+        # a storage is what pickle makes of a tensor that is sent, not saved
+        is_sent = isinstance(obj, (torch.UntypedStorage, torch.TypedStorage))
+        if log.updates and not is_sent:
+            # the other ranks may be a step behind
             Path(f"{log.folder}/saved-{log.updates}").touch()
 
 
