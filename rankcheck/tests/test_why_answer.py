@@ -256,10 +256,11 @@ def test_what_is_a_hang(changes, hangs):
 
 def test_a_rank_that_does_not_answer_hangs_once_it_was_asked(tmp_path):
     """What it did before nobody knows: it has to be silent for so long."""
-    rank = Rank({**make_rank(0).record, "asked": "5\n"}, True, False)
     now = time.time_ns()
+    answered = f"{now - 60 * 10**9}\n"
+    rank = Rank({**make_rank(0).record, "asked": answered}, True, False)
     for ago, hangs in ((30, True), (3, False)):
-        asked = f"5\n{now - ago * 10**9}\n{now}\n"
+        asked = f"{answered}{now - ago * 10**9}\n{now}\n"
         assert hang.is_hanging([rank], asked, 25) == hangs
 
 
