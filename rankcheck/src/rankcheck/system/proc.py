@@ -68,15 +68,17 @@ def read_variables(pid: int | str) -> list[str] | None:
     on a busy machine. They are waited for.
     """
     end = time.monotonic() + EXEC
+    has_program = False  # then it has no variables, if none are read again
     while True:
-        ready = not is_in_exec(pid) or time.monotonic() > end
         try:
             text = Path(f"/proc/{pid}/environ").read_text(errors="replace")
         except OSError:
             return None
-        if text or ready:
+        if text or has_program or time.monotonic() > end:
             return [line for line in text.split("\0") if line]
-        time.sleep(0.002)
+        has_program = not is_in_exec(pid)
+        if not has_program:
+            time.sleep(0.002)
 
 
 def is_in_exec(pid: int | str) -> bool:
