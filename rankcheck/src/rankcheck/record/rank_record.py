@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict, TypeVar
@@ -19,7 +19,7 @@ from rankcheck.record.tensors import LocalTensors
 from rankcheck.system.errors import InternalError
 
 # A dictionary with one of these names stands for what JSON does not have
-TENSOR = "__tensor__"  # its index in the file of tensors
+TENSOR = "__tensor__"  # its number in the file of tensors
 TUPLE = "__tuple__"  # its items
 ITEMS = "__items__"  # of a dictionary whose keys are no strings: key, value
 
@@ -115,7 +115,7 @@ class RankRecord:
             OSError, RuntimeError: it cannot be written.
             TypeError: a probe has set what cannot be recorded.
         """
-        tensors: list[torch.Tensor] = []
+        tensors: dict[int, torch.Tensor] = {}
         packed = {one.name: pack(getattr(self, one.name), tensors)
                   for one in fields(self)}
         text = json.dumps({"schema": self.SCHEMA, **packed})
@@ -151,8 +151,9 @@ def record_file(folder: str | os.PathLike[str], rank: int) -> Path:
     return Path(folder, f"{rank}.json")
 
 
-def pack(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a value as JSON has it, and append its tensors to `tensors`.
+def pack(value: Any, tensors: dict[int, torch.Tensor]) -> Any:
+    """Return a value as JSON has it, and add its tensors to `tensors`, each
+    once, by its id.
 
     Raises:
         TypeError: it holds something of another type than those of a record.
@@ -160,11 +161,8 @@ def pack(value: Any, tensors: list[torch.Tensor]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
-        for index, known in enumerate(tensors):
-            if known is value:
-                return {TENSOR: index}
-        tensors.append(value)
-        return {TENSOR: len(tensors) - 1}
+        tensors[id(value)] = value
+        return {TENSOR: id(value)}
     if isinstance(value, tuple):
         return {TUPLE: [pack(one, tensors) for one in value]}
     if isinstance(value, list):
@@ -177,7 +175,7 @@ def pack(value: Any, tensors: list[torch.Tensor]) -> Any:
                     for key, one in value.items()]}
 
 
-def unpack(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def unpack(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
     """Return the value that `pack` was given."""
     if isinstance(value, list):
         return [unpack(one, tensors) for one in value]

@@ -309,7 +309,7 @@ class Rows:
         named = {log.names.get(id(weight), f"parameter {number}.{i}"): weight
                  for i, weight in enumerate(weights)}
         self.record.shapes |= {name: tuple(weight.shape)
-                                for name, weight in named.items()}
+                               for name, weight in named.items()}
         return named
 
     def snapshot(self, number: int, optimizer: Optimizer,
