@@ -14,6 +14,7 @@ from pathlib import Path
 
 from backstage.errors import UserError, require, visible
 from backstage.files import StrPath, show_path, write_atomically
+from rankcheck.engine.findings import count_of
 from workshop.diff import checked
 from workshop.html import BLUE, may_replace
 from workshop.jobs import interpreter
@@ -161,9 +162,7 @@ def write_text(folder: Path) -> Text:
 
 def describe(run: runs.Result) -> str:
     """Return what a run was: its stage, preset, steps and last loss."""
-    processes = "1 process"
-    if run.world_size > 1:
-        processes = f"{run.world_size} processes"
+    processes = count_of(run.world_size, "process")
     last = run.rows[-1]
     return (f"stage {run.kind} on {processes}, preset {run.preset}, "
             f"{last['step'] + 1:,.0f} steps, loss {last['loss']:.2f}, "
