@@ -3,10 +3,10 @@
 It is made of events, in the program itself or in a notebook. Beside those of
 `rankcheck.engine.report` a check has
 
-    columns   [name, ...] of the trials, before the first of them
+    columns   [name, ...] of the runs, before the first of them
     about     what these names mean, if they do not say it
-    trial     the name of the trial that begins
-    answer    [title of the question, verdict] in this trial; the verdict is
+    run     the name of the run that begins
+    answer    [title of the question, verdict] in this run; the verdict is
               "ok", "warn", "FAIL", or "and" for what follows from a FAIL
     cause     [which change it is, why that is made, the lesson's hint or ""]
     picture   {"read": the samples of each step by each rank, "readers": for
@@ -49,7 +49,7 @@ WORST = ("FAIL", "warn", "and", "ok", "")  # "": what was not seen
 FOLDED = (("and", "1 more follows from it", "{} more follow from it"),
           ("ok", "1 question, correct", "{} questions, all correct"),
           ("", "1 thing was not checked", "{} things were not checked"))
-Verdicts = Mapping[str, str]  # of one question: by the trial's name
+Verdicts = Mapping[str, str]  # of one question: by the run's name
 
 
 class Board:
@@ -59,10 +59,10 @@ class Board:
         """words: a function that rewrites each text for a notebook."""
         self.words = words
         self.columns: list[str] = []
-        self.about, self.trial = "", ""
+        self.about, self.run = "", ""
         self.answers: dict[str, dict[str, str]] = {}
         self.findings: list[list[str]] = []  # verdict, text, hint
-        self.pictures: dict[str, dict[str, Any]] = {}  # of each trial
+        self.pictures: dict[str, dict[str, Any]] = {}  # of each run
         self.causes: list[list[str]] = []
         self.last = ""
         self.right: bool | None = None
@@ -96,17 +96,17 @@ class Board:
     def update(self, event: Mapping[str, Any]) -> None:
         (kind, value), = event.items()
         if kind == "answer":
-            self.answers.setdefault(value[0], {})[self.trial] = value[1]
+            self.answers.setdefault(value[0], {})[self.run] = value[1]
         elif kind == "finding":
             if value not in self.findings:
                 self.findings.append(value)
         elif kind == "cause":
             self.causes.append(value)
         elif kind == "picture":
-            self.pictures[self.trial] = value
+            self.pictures[self.run] = value
         elif kind == "say" and value.strip():
             self.last = value.strip()
-        elif kind in ("columns", "about", "trial", "right"):
+        elif kind in ("columns", "about", "run", "right"):
             setattr(self, kind, value)
 
     def to_text(self, colour: bool = False, width: int = 79) -> str:
@@ -192,8 +192,8 @@ class Board:
         return shown
 
     def table(self, rows: Mapping[str, Verdicts]) -> str:
-        """HTML of {question: {trial: verdict}}."""
-        running = self.trial if self.right is None else None
+        """HTML of {question: {run: verdict}}."""
+        running = self.run if self.right is None else None
         head = "".join(
             f'<th scope="col">{html.escape(name)}'
             f'{"…" if name == running else ""}</th>'
@@ -202,7 +202,7 @@ class Board:
             f'<tr><th scope="row">{html.escape(title)}</th>'
             f'{"".join(self.cell(verdicts, name) for name in self.columns)}'
             "</tr>" for title, verdicts in rows.items())
-        about = "Which question is answered, and how, in which trial"
+        about = "Which question is answered, and how, in which run"
         return scrolling(
             f'<table class="check"><caption>{about}</caption>'
             f"<tr><td></td>{head}</tr>{lines}</table>", about)

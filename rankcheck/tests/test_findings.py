@@ -8,7 +8,7 @@ import torch
 from rankcheck.engine import exits
 from rankcheck.engine.findings import Line, fail
 from rankcheck.engine.ranks import Rank
-from rankcheck.engine.trial import Trial
+from rankcheck.engine.run_record import RunRecord
 from rankcheck.record.rank_record import RankRecord
 from rankcheck.record.tensors import assemble, describe
 from rankcheck.verification import comparison, runs
@@ -18,9 +18,9 @@ from rankcheck_testing.expected import read_expected
 NAN, INF = torch.nan, torch.inf
 
 
-def trial(*ranks, **seen):
+def run_record(*ranks, **seen):
     """One that ended so, without an observer's record but for `seen`."""
-    return Trial(Path("their_train.py"), list(ranks),
+    return RunRecord(Path("their_train.py"), list(ranks),
                  records=[RankRecord(**seen) if seen else None] * len(ranks),
                  events=[[] for _ in ranks])
 
@@ -33,12 +33,12 @@ def trial(*ranks, **seen):
     ("ValueError: 3\nthe cause\nRuntimeError:\n", "ValueError: 3"),
 ])
 def test_the_last_words_of_a_script(err, says):
-    finding = exits.explain(trial(Rank(1, "", err), Rank(0, "", "")))
+    finding = exits.explain(run_record(Rank(1, "", err), Rank(0, "", "")))
     assert finding.text == f"rank 0 ended with an error: {says}"
 
 
 def test_where_a_rank_is_after_an_error_that_was_caught():
-    one = trial(Rank(None, "", """\
+    one = run_record(Rank(None, "", """\
   File "their_train.py", line 3, in load
 OSError: no cache
 Stack (most recent call first):
@@ -57,7 +57,7 @@ Stack (most recent call first):
     ("", "ImportError: attempted relative import with no known parent "
      "package\n", "attempted relative import", "-m package.module")])
 def test_what_follows_from_an_error(out, err, says, hint):
-    finding = runs.how_it_ends(trial(Rank(1, out, err), joined=False))
+    finding = runs.how_it_ends(run_record(Rank(1, out, err), joined=False))
     assert says in finding.text
     assert hint in finding.advice and bool(hint) == bool(finding.advice)
 
@@ -111,7 +111,7 @@ def update(**other):
                  other.get("kept", [1.0, 2.0]))) for i in range(2)])},)
 
 
-CASE = comparison.Comparison(None, None, trial(
+CASE = comparison.Comparison(None, None, run_record(
     Rank(0, "", ""), model={}, shapes={"0.0": (2,), "0.1": (2,)}))
 ASKED = {
     "before": lambda good, back: resume.weights([], good, back),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rankcheck.engine.hang_detector import Budget
-from rankcheck.engine.trial import Trial, watch
+from rankcheck.engine.run_record import RunRecord, watch
 from rankcheck.record.files import opened
 from rankcheck.record.rank_record import RankRecord, record_file
 from rankcheck.record.recorder import Log, Updates
@@ -58,10 +58,10 @@ def test_what_is_written_is_read(tmp_path):
 
 def test_a_rank_that_died_has_none(tmp_path):
     assert RankRecord.read_from(tmp_path, 0) is None
-    trial = Trial(tmp_path, records=[RankRecord(), None])
-    assert trial.asked("epoch") == []
+    run = RunRecord(tmp_path, records=[RankRecord(), None])
+    assert run.asked("epoch") == []
     with pytest.raises(InternalError, match="rank 1 has left no record"):
-        _ = trial.all_records
+        _ = run.all_records
 
 
 @pytest.mark.parametrize("change", [
@@ -86,12 +86,12 @@ def test_what_cannot_be_recorded_is_an_error(tmp_path, capfd):
 
 def test_a_clients_record_comes_back_from_the_ranks(tmp_path):
     script = program(tmp_path / "script.py", "print('there')\n")
-    trial = watch(Trial(script), (), tmp_path / "seen", print, Budget(20.0),
+    run = watch(RunRecord(script), (), tmp_path / "seen", print, Budget(20.0),
                   probes=[count], record=Counted, world_size=2)
-    assert [record.count for record in trial.all_records] == [7, 7]
-    trial = watch(Trial(script), (), tmp_path / "more", print, Budget(20.0),
+    assert [record.count for record in run.all_records] == [7, 7]
+    run = watch(RunRecord(script), (), tmp_path / "more", print, Budget(20.0),
                   probes=[fails], record=Counted, world_size=2)
-    assert trial.records == [None, None]
+    assert run.records == [None, None]
 
 
 def begins(log):
@@ -110,6 +110,6 @@ torch.optim.SGD([weight], 0.1).step()
 {line}
 """)
     seen = tmp_path / "seen"
-    watch(Trial(script), (), seen, print, Budget(20.0),
+    watch(RunRecord(script), (), seen, print, Budget(20.0),
           probes=[begins, Updates(), opened])
     assert [path.name for path in seen.glob("saved-*")] == saved

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from rankcheck.engine.findings import LABELS
 from rankcheck.engine.questions import Question
 from rankcheck.engine.ranks import Rank
-from rankcheck.engine.trial import Trial
+from rankcheck.engine.run_record import RunRecord
 from rankcheck.record.rank_record import RankRecord
 from rankcheck.record.recorder import Log
 from rankcheck.record.rows import Rows, persistent_buffers
@@ -64,21 +64,21 @@ RIGHT, MORE, AVERAGED = (
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Of a script {(size, kind): trial}, as it is read again."""
+    """Of a script {(size, kind): run}, as it is read again."""
     @functools.cache
     def record(name):
         script, = (one for one in SCRIPTS if one.name == name)
-        trials, start = {}, command.Experiment.start
+        runs, start = {}, command.Experiment.start
 
         def keep(experiment, planned):
-            trial = start(experiment, planned)
-            trials[planned.size, planned.kind] = trial
-            return trial
+            run = start(experiment, planned)
+            runs[planned.size, planned.kind] = run
+            return run
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(command.Experiment, "start", keep)
             outcome(script, tmp_path_factory.mktemp("script"))
-        return pickle.dumps(trials)
+        return pickle.dumps(runs)
 
     return lambda name: pickle.loads(record(name))
 
@@ -88,8 +88,8 @@ def answers(recorded, monkeypatch):
     """{question's function: its first finding that is not "ok"}, in order.
     """
     def find(name, change):
-        trials, found, ask = recorded(name), {}, Question.ask
-        change(trials)
+        runs, found, ask = recorded(name), {}, Question.ask
+        change(runs)
 
         def note(question, case):
             findings = ask(question, case)
@@ -99,8 +99,8 @@ def answers(recorded, monkeypatch):
             return findings
 
         def start(planned):
-            return trials.get((planned.size, planned.kind)) or copy.deepcopy(
-                trials[1, ""])
+            return runs.get((planned.size, planned.kind)) or copy.deepcopy(
+                runs[1, ""])
 
         monkeypatch.setattr(Question, "ask", note)
         answers = questions.verify(Runs(start, 2, 4))
@@ -117,7 +117,7 @@ def test_who_leaves_out_a_step_beside_a_rank_that_died(dead, tmp_path):
     makes = RankRecord(updates=[{}, {}])
     records = [makes, makes, RankRecord(updates=[{}, {}], skipped=[0])]
     records[dead] = None
-    found, = find_skips(Trial(tmp_path / "train.py", records=records))
+    found, = find_skips(RunRecord(tmp_path / "train.py", records=records))
     assert read_expected("FAIL skipped-step step=0 rank=2").matches(found)
     assert f"rank {1 - dead} " in found.text
 
@@ -127,8 +127,8 @@ def on(rank, kind="", size=2, update=None, **change):
 
     change: of each value: a function of it, or another value.
     """
-    def apply(trials):
-        updates = trials[size, kind].records[rank].updates
+    def apply(runs):
+        updates = runs[size, kind].records[rank].updates
         for one in updates if update is None else updates[update:update + 1]:
             for key, value in change.items():
                 one[key] = value(one[key]) if callable(value) else value
@@ -136,13 +136,13 @@ def on(rank, kind="", size=2, update=None, **change):
 
 
 def on_all(**change):
-    return lambda trials: [on(rank, **change)(trials) for rank in (0, 1)]
+    return lambda runs: [on(rank, **change)(runs) for rank in (0, 1)]
 
 
 def seen(rank, **change):
     """A change of what that rank has recorded of the whole run."""
-    def apply(trials):
-        of_rank = trials[2, ""].records[rank]
+    def apply(runs):
+        of_rank = runs[2, ""].records[rank]
         for key, value in change.items():
             old = getattr(of_rank, key)
             setattr(of_rank, key, value(old) if callable(value) else value)
@@ -161,23 +161,23 @@ def sharded(state):
         for name, part in whole_here(state).items()}}
 
 
-def fails_again(trials):
+def fails_again(runs):
     """The run that would show whether one process begins alike fails."""
-    again = trials[1, "again"] = copy.deepcopy(trials[1, ""])
+    again = runs[1, "again"] = copy.deepcopy(runs[1, ""])
     again.ranks = [Rank(1, "", "error: it is full\n")]
 
 
-def fails_together(trials):
-    trials[2, ""].ranks = [Rank(1, "", "error: it is full\n")] * 2
+def fails_together(runs):
+    runs[2, ""].ranks = [Rank(1, "", "error: it is full\n")] * 2
 
 
 def together(*changes):
-    return lambda trials: [change(trials) for change in changes]
+    return lambda runs: [change(runs) for change in changes]
 
 
-def one_sample(trials):
-    for trial in trials.values():
-        for of_rank in trial.records:
+def one_sample(runs):
+    for run in runs.values():
+        for of_rank in run.records:
             for update in of_rank.updates:
                 for kind in ("rows", "columns"):
                     update[kind] = ["a"] * len(update[kind])
@@ -185,32 +185,32 @@ def one_sample(trials):
 
 def shared(count):
     """So many of its 16 samples rank 1 shares with rank 0."""
-    def apply(trials):
-        for one, other in zip(*(of.updates for of in trials[2, ""].records),
+    def apply(runs):
+        for one, other in zip(*(of.updates for of in runs[2, ""].records),
                               strict=True):
             for kind in ("rows", "columns"):
                 other[kind] = one[kind][:count] + other[kind][count:]
     return apply
 
 
-def of_rank_0_alone(trials):
-    for updates in zip(*(of.updates for of in trials[2, ""].records),
+def of_rank_0_alone(runs):
+    for updates in zip(*(of.updates for of in runs[2, ""].records),
                        strict=True):
         for update in updates:
             update["gradients"] = updates[0]["local"]
 
 
-def summed_by_hooks(trials):
+def summed_by_hooks(runs):
     """Before a rank's own is seen."""
-    for of_rank in trials[2, ""].records:
+    for of_rank in runs[2, ""].records:
         for update in of_rank.updates:
             update |= dict.fromkeys(("gradients", "local"), times(2.0)(
                 update["gradients"]))
 
 
-def one_summed(trials):
+def one_summed(runs):
     """Of one parameter alone."""
-    for of_rank in trials[2, ""].records:
+    for of_rank in runs[2, ""].records:
         for update in of_rank.updates:
             _, shape = update["gradients"]["plain"][0]
             number = math.prod(shape)
@@ -219,17 +219,17 @@ def one_summed(trials):
             update["gradients"] = update["gradients"] | {"flat": flat}
 
 
-def one_changed(trials):
+def one_changed(runs):
     """Of the others one is neither the sum nor the mean."""
-    one_summed(trials)
-    for of_rank in trials[2, ""].records:
+    one_summed(runs)
+    for of_rank in runs[2, ""].records:
         for update in of_rank.updates:
             update["gradients"]["flat"][-1] *= 1.5
 
 
-def own_gradients(trials):
+def own_gradients(runs):
     """Each rank has its own alone."""
-    for of_rank in trials[2, ""].records:
+    for of_rank in runs[2, ""].records:
         for update in of_rank.updates:
             update |= {"gradients": update["local"], "reduced": 0}
 
@@ -245,31 +245,31 @@ def without(name):
     return lambda log: [pair for pair in log if pair[0] != name]
 
 
-def no_sampler(trials):
-    of_all(trials, asked=without("sampler"))
+def no_sampler(runs):
+    of_all(runs, asked=without("sampler"))
 
 
-def alone(trials):
+def alone(runs):
     """No rank knows of another."""
     for rank in (0, 1):
         seen(rank, joined=False, asked=instead(
-            "init_process_group", None))(trials)
-        on(rank, reduced=0)(trials)
+            "init_process_group", None))(runs)
+        on(rank, reduced=0)(runs)
 
 
-def begins_with_the_last(trials):
-    for trial in trials.values():
-        trial.records[0].results = ["/tmp/model.pt"]
-    trials[2, ""].records[1].read.append("/tmp/model.pt")
+def begins_with_the_last(runs):
+    for run in runs.values():
+        run.records[0].results = ["/tmp/model.pt"]
+    runs[2, ""].records[1].read.append("/tmp/model.pt")
 
 
-def prints(trials):
-    for rank in trials[2, ""].ranks:
+def prints(runs):
+    for rank in runs[2, ""].ranks:
         rank.out += "loss 1.5\n"
 
 
-def copied(trials):
-    for rank, of_rank in enumerate(trials[2, ""].records):
+def copied(runs):
+    for rank, of_rank in enumerate(runs[2, ""].records):
         of_rank.copies = [times(1.0 + rank)(
             of_rank.updates[0]["weights"])]
 
@@ -279,39 +279,39 @@ def buffered(rank, state):
             "flat": torch.full((2,), float(rank))}
 
 
-def later(trials):
+def later(runs):
     """Each update reads half of what the one before has read."""
-    for of_rank in trials[2, ""].records:
+    for of_rank in runs[2, ""].records:
         updates = of_rank.updates
         for before, update in [*itertools.pairwise(updates)][::-1]:
             for kind in ("rows", "columns"):
                 update[kind] = before[kind][8:] + update[kind][:8]
 
 
-def grows(trials):
+def grows(runs):
     """From its second update on, each rank reads twice as much."""
-    for of_rank in trials[2, ""].records:
+    for of_rank in runs[2, ""].records:
         for update in of_rank.updates[1:]:
             for kind in ("rows", "columns"):
                 update[kind] += [f"another {row}" for row in update[kind]]
 
 
-def of_all(trials, **change):
+def of_all(runs, **change):
     """Change what each rank has recorded of the run of several."""
     for rank in (0, 1):
-        seen(rank, **change)(trials)
+        seen(rank, **change)(runs)
 
 
-def untied(trials):
+def untied(runs):
     """Each rank has a parameter of its own for what is one tensor."""
-    one_more(trials)
-    trials[1, ""].records[0].tied = {
+    one_more(runs)
+    runs[1, ""].records[0].tied = {
         "Sequential:9.weight": "Sequential:0.weight"}
 
 
-def one_more(trials):
+def one_more(runs):
     more = {"Sequential:9.weight": (4,)}
-    of_all(trials, shapes=lambda shapes: shapes | more)
+    of_all(runs, shapes=lambda shapes: shapes | more)
 
 
 def half(state, place):
@@ -323,9 +323,9 @@ def half(state, place):
 
 def in_parts(*places):
     """Which half of a bias each rank holds from the start."""
-    def apply(trials):
+    def apply(runs):
         for rank, place in enumerate(places):
-            of_rank = trials[2, ""].records[rank]
+            of_rank = runs[2, ""].records[rank]
             for shapes in of_rank.shapes, of_rank.model:
                 shapes["Sequential:0.bias"] = (450,)
             first = of_rank.updates[0]
@@ -333,9 +333,9 @@ def in_parts(*places):
     return apply
 
 
-def average_of_each_microbatch(trials):
-    for trial, factor in (trials[1, ""], 1.1), (trials[2, ""], 1.2):
-        for of_rank in trial.records:
+def average_of_each_microbatch(runs):
+    for run, factor in (runs[1, ""], 1.1), (runs[2, ""], 1.2):
+        for of_rank in run.records:
             last = whole_here(of_rank.updates[0]["weights"])
             of_rank.copies = [describe(
                 (name.partition(":")[2], factor * part)
@@ -344,22 +344,22 @@ def average_of_each_microbatch(trials):
 
 def drops_the_last(rank):
     """That rank has not come to its last update, nor to its end."""
-    def apply(trials):
-        trials[2, ""].records[rank].updates.pop()
-        seen(rank, asked=without("left"))(trials)
+    def apply(runs):
+        runs[2, ""].records[rank].updates.pop()
+        seen(rank, asked=without("left"))(runs)
     return apply
 
 
-def draws_too_much(trials):
-    for of_rank in trials[2, ""].records:
+def draws_too_much(runs):
+    for of_rank in runs[2, ""].records:
         for step, update in enumerate(of_rank.updates):
             update["drawn"] = {7: 32 * step + 32}
 
 
 def told(rank, **settings):
     """A change of what that rank's optimizers are told."""
-    def apply(trials):
-        for groups in trials[2, ""].records[rank].settings:
+    def apply(runs):
+        for groups in runs[2, ""].records[rank].settings:
             for group in groups:
                 group["values"] |= settings
     return apply
@@ -367,30 +367,30 @@ def told(rank, **settings):
 
 def with_nodes(change):
     """The same of the run as two nodes."""
-    def apply(trials):
-        change({(2, ""): trials[2, "nodes"]})
+    def apply(runs):
+        change({(2, ""): runs[2, "nodes"]})
     return apply
 
 
-def local_writer(trials):
-    for of_rank in trials[2, "nodes"].records:
+def local_writer(runs):
+    for of_rank in runs[2, "nodes"].records:
         of_rank.written["/home/me/last.pt"] = 7
 
 
-def local_cache(trials):
+def local_cache(runs):
     """The first node writes what the second reads."""
-    first, second = trials[2, "nodes"].records
+    first, second = runs[2, "nodes"].records
     first.written["/tmp/tokens"] = 7
     second.read.append("/tmp/tokens")
 
 
-def fails_on_nodes(trials):
-    trials[2, "nodes"].ranks = [Rank(1, "", "error: no such GPU\n")] * 2
+def fails_on_nodes(runs):
+    runs[2, "nodes"].ranks = [Rank(1, "", "error: no such GPU\n")] * 2
 
 
-def without_updates(trials):
-    trials[2, "nodes"].records[1].updates = []
-    trials[2, "nodes"].events[1] = []
+def without_updates(runs):
+    runs[2, "nodes"].records[1].updates = []
+    runs[2, "nodes"].events[1] = []
 
 
 # (script, what is changed, the question that sees it, what it finds first)
@@ -431,7 +431,7 @@ CASES = [
     (MORE, together(no_sampler, later), samples.samples,
      "warn repeated-samples percent=18.8"),
     (MORE, shared(9), samples.samples, 'FAIL sampler-overlap "18"'),
-    (MORE, lambda trials: None, samples.samples,
+    (MORE, lambda runs: None, samples.samples,
      "warn batch-size samples=64 single=32 rate=1"),
     (RIGHT, grows, samples.samples,
      "warn changed-batch-size step=1 samples=64 single=32"),
@@ -441,7 +441,7 @@ CASES = [
      'warn unequal-learning-rates "rank 1" "0.05" "0.1"'),
     (RIGHT, seen(1, asked=instead("sampler", (2, 1, ""))), samples.samplers,
      'FAIL unequal-samplers "seeds"'),
-    (AVERAGED, lambda trials: None, together_.averages,
+    (AVERAGED, lambda runs: None, together_.averages,
      'warn averaged-weights "2"'),
     (RIGHT, own_gradients, together_.reductions,
      "FAIL not-reduced step=0 reduced=0 elements=10801"),
@@ -551,7 +551,7 @@ def test_the_words_of_the_findings(answers, snapshot):
 
 @pytest.mark.parametrize("change", [
     # left out by all ranks, or after the last update of another
-    lambda trials: of_all(trials, discarded=[1], skipped=[2]),
+    lambda runs: of_all(runs, discarded=[1], skipped=[2]),
     seen(0, discarded=[4]), in_parts(0, 1),
     seen(0, discarded=[0])])  # computed for itself, as for a profile
 def test_what_is_no_mistake(answers, change):
@@ -561,10 +561,10 @@ def test_what_is_no_mistake(answers, change):
 
 def test_what_an_own_error_leaves(recorded):
     """Other questions are answered; the status is 2."""
-    trials = recorded(RIGHT)
-    on(0, rates=[None])(trials)
+    runs = recorded(RIGHT)
+    on(0, rates=[None])(runs)
     made = questions.verify(Runs(
-        lambda planned: trials[planned.size, ""], 2, 4))
+        lambda planned: runs[planned.size, ""], 2, 4))
     error, = made.internal_errors
     titles = {question.answer: question.title for question in QUESTIONS}
     assert error.startswith(f"{titles[samples.samples]}: TypeError: ")
@@ -580,9 +580,9 @@ def test_an_average_follows_weights_that_differ(answers):
 
 
 def test_a_parameter_of_one_number_may_be_a_part(answers):
-    def scalar(trials):
+    def scalar(runs):
         for rank in (0, 1):
-            of_rank = trials[2, ""].records[rank]
+            of_rank = runs[2, ""].records[rank]
             of_rank.shapes["Sequential:0.bias"] = ()
             first = of_rank.updates[0]
             kept = whole_here(first["before"])
@@ -662,7 +662,7 @@ def test_another_name_of_a_run_is_no_other_error():
     """With a CPU in a GPU's place it fails alike, but for {run} in a flag."""
     def start(planned):
         run = "run-1-gpus" if planned.gpus else "run-1"
-        return Trial(Path("x.py"), [Rank(
+        return RunRecord(Path("x.py"), [Rank(
             2, "", f"x.py: error: what is {run}?")], records=[None],
             events=[[]])
 
@@ -684,7 +684,7 @@ def test_a_rate_of_0_is_one_schedule_of_all_ranks(answers):
 
 def test_what_is_right_is_not_refused(answers):
     """Nor what is read twice by chance: samples are drawn at random."""
-    assert set(answers(RIGHT, lambda trials: None)) == {DRAWN}
+    assert set(answers(RIGHT, lambda runs: None)) == {DRAWN}
     # nor parameters of an optimizer that no rank has come to, if they failed
     def first_is_gone(shapes):
         return dict([*shapes.items()][1:])
@@ -711,7 +711,7 @@ def test_what_is_right_is_not_refused(answers):
     # each rank has its part of the loss, as with a sequence that is divided
     (shared(16), "warn same-samples"),
     (together(on(1, update=0, before=times(1.5), gradients=times(1.5)),
-              lambda trials: trials[2, ""].events[0].append(
+              lambda runs: runs[2, ""].events[0].append(
                   {"call": "alltoall_base"})),
      "warn hand-sharded-parameters parameters=4"),  # experts
     (on_all(gradients=times(2.0), rates=[0.05]),
@@ -771,10 +771,10 @@ def test_unused_parameters_of_which_DDP_was_told(answers):
     assert together_.unused_parameters not in found
 
 
-def of_few(trials):
+def of_few(runs):
     """Each update reads the samples of the first, with one process, too."""
-    for trial in trials.values():
-        for of_rank in trial.records:
+    for run in runs.values():
+        for of_rank in run.records:
             first, *later = of_rank.updates
             for update in later:
                 update |= {kind: first[kind] for kind in ("rows", "columns")}
@@ -873,11 +873,11 @@ def test_a_script_that_refuses_several_nodes(
         recorded, error, refused, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os\nassert os.environ['GROUP_RANK'] == '0'\n")
-    trials = recorded(RIGHT)
-    trials[2, "nodes"].script = trials[2, ""].script = script
-    trials[2, "nodes"].ranks = [Rank(1, "", error.format(script=script))] * 2
+    runs = recorded(RIGHT)
+    runs[2, "nodes"].script = runs[2, ""].script = script
+    runs[2, "nodes"].ranks = [Rank(1, "", error.format(script=script))] * 2
     answers = questions.verify(Runs(
-        lambda planned: trials[planned.size, planned.kind], 2, 4))
+        lambda planned: runs[planned.size, planned.kind], 2, 4))
     assert refused == any("several nodes: the script refuses them" in text
                           for text in answers.not_checked)
     assert refused != any(finding.verdict == "FAIL"
@@ -887,10 +887,10 @@ def test_a_script_that_refuses_several_nodes(
 def test_all_ranks_may_see_one_gpu_alone(answers, recorded):
     change = together(seen(0, devices=[0]), seen(1, devices=[0]))
     assert set(answers(RIGHT, change)) == {DRAWN}
-    trials = recorded(RIGHT)
-    change(trials)
+    runs = recorded(RIGHT)
+    change(runs)
     made = questions.verify(Runs(
-        lambda planned: trials[planned.size, planned.kind], 2, 4))
+        lambda planned: runs[planned.size, planned.kind], 2, 4))
     assert any("all use GPU 0" in text for text in made.not_checked)
 
 
@@ -898,18 +898,18 @@ def test_all_ranks_may_see_one_gpu_alone(answers, recorded):
     (Runs(None, 3, 4), "-n 2 or another even number"),
     (Runs(None, 2, 4, "gpu"), "without --device gpu")])
 def test_why_two_nodes_are_not_tried(recorded, runs, says):
-    trials = recorded(RIGHT)
-    together = trials[2, ""]
+    runs = recorded(RIGHT)
+    together = runs[2, ""]
     together.records *= 2
     del together.records[runs.size:]
-    case = Comparison(runs, trials[1, ""], together)
+    case = Comparison(runs, runs[1, ""], together)
     assert says in questions.nodes.why_not(case)
 
 
 def test_samples_that_one_process_does_not_show(answers):
     """With what is not seen, nothing is compared."""
-    def hides(trials):
-        for update in trials[1, ""].records[0].updates:
+    def hides(runs):
+        for update in runs[1, ""].records[0].updates:
             update.update(rows=[], columns=[])
 
     assert samples.samples not in answers(RIGHT, hides)
@@ -1098,28 +1098,28 @@ def test_what_is_clipped_is_kept_as_it_was(monkeypatch):
         for step in range(4)))])
 def test_an_optimizer_that_reduces_nothing_more(recorded, change):
     """As the second of two, after which a backward pass comes anew."""
-    trials = recorded(RIGHT)
-    change(trials)
+    runs = recorded(RIGHT)
+    change(runs)
     found = questions.together.reductions(
-        Comparison(None, trials[1, ""], trials[2, ""]))
+        Comparison(None, runs[1, ""], runs[2, ""]))
     assert read_expected("ok reduced times=1").matches(found[0])
 
 
 def test_what_is_gathered_or_sent_is_no_reduction(recorded):
-    trials = recorded(RIGHT)
-    on_all(reduced=0)(trials)
+    runs = recorded(RIGHT)
+    on_all(reduced=0)(runs)
     found, = questions.together.reductions(
-        Comparison(None, trials[1, ""], trials[2, ""]))
+        Comparison(None, runs[1, ""], runs[2, ""]))
     assert found.kind == "reduced-by-script"
 
 
 def test_a_sharded_parameter_has_no_gradient_before_it_is_reduced(recorded):
     """However it was sent: the script did nothing of its own."""
-    trials = recorded(RIGHT)
+    runs = recorded(RIGHT)
     together(on_all(reduced=0, gradients=sharded),
-             seen(0, asked=lambda log: [*log, ("fully_shard", True)]))(trials)
+             seen(0, asked=lambda log: [*log, ("fully_shard", True)]))(runs)
     found, = questions.together.reductions(
-        Comparison(None, trials[1, ""], trials[2, ""]))
+        Comparison(None, runs[1, ""], runs[2, ""]))
     assert found.kind == "reduced-by-fsdp"
 
 

@@ -108,11 +108,11 @@ def board():
     for event in (
             {"columns": ["1", "2", "4", "2x1x2", "stopped"]},
             {"about": "2x1x2: pipeline x data."},
-            *(event for trial, verdict in zip(("1", "2", "4", "2x1x2"),
+            *(event for run, verdict in zip(("1", "2", "4", "2x1x2"),
                                               MEANING, strict=True)
-              for event in ({"trial": trial},
+              for event in ({"run": run},
                             {"answer": ["it is <right>", verdict]},
-                            {"answer": [f"a signal to one rank ends {trial}, "
+                            {"answer": [f"a signal to one rank ends {run}, "
                                         "after a checkpoint", verdict]})),
             {"finding": ["FAIL", "it is off", "look"]},
             {"finding": ["and", "that is off, too", ""]},

@@ -22,7 +22,7 @@ from backstage import ROOT
 from backstage import errors as ours
 from rankcheck.engine import exits, fork_server, hang_detector
 from rankcheck.engine.hang_detector import Budget
-from rankcheck.engine.trial import Trial, watch
+from rankcheck.engine.run_record import RunRecord, watch
 from rankcheck.engine.workspace import Workspace
 from rankcheck.system.errors import UserError
 from rankcheck_testing.expected import read_expected
@@ -30,7 +30,7 @@ from rankcheck_testing.planted import load_all
 from workshop.check import plan, questions
 from workshop.check.command import check
 from workshop.check.questions import ask
-from workshop.check.trials import Bench
+from workshop.check.stage_runs import Bench
 from workshop.diff import checked, documents
 from workshop.diff.diff import Diff
 from workshop.instructor import classroom
@@ -178,7 +178,7 @@ def bench_of(stage, script, folder):
 
 def test_an_endless_loop_is_known_by_the_time_of_the_cpu(tmp_path):
     script = program(tmp_path / "train_gpt2.py", "while True:\n    pass\n")
-    one = watch(Trial(script), (), tmp_path / "seen", print, Budget(0.5))
+    one = watch(RunRecord(script), (), tmp_path / "seen", print, Budget(0.5))
     assert one.gave_up == "busy"
     assert read_expected("FAIL no-progress step=0").matches(
         exits.explain(one))
@@ -194,7 +194,7 @@ def test_a_kernel_of_the_table(name, tmp_path):
     case, = (case for case in CASES if case.name == f"kernels: {name}")
     script = program(tmp_path / "train_gpt2.py", case.script())
     bench = bench_of("kernels", script, tmp_path)
-    row, *_ = plan.plan_trials("kernels")
+    row, *_ = plan.plan_runs("kernels")
     answers = ask(bench.make(row), None, row.kind)
     assert not answers.internal_errors
     found = [finding for finding in answers.findings
@@ -287,13 +287,13 @@ def test_an_mpirun_that_hangs_before_the_script_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(hang_detector, "UNSTARTED", 2.0)
     bench = bench_of("mpi", STAGES["mpi"].solution, tmp_path)
     hangs.touch()
-    two = bench.make(plan.PlannedTrial("once", "whole", plan.Mesh(1, 2, 1)))
+    two = bench.make(plan.PlannedRun("once", "whole", plan.Mesh(1, 2, 1)))
     assert not hangs.exists()
     assert [rank.status for rank in two.ranks] == [0, 0]
 
     mpirun.write_text("#!/bin/sh\nexec sleep 600\n")
     with pytest.raises(UserError, match="mpirun does not start the processes"):
-        bench.make(plan.PlannedTrial("twice", "whole", plan.Mesh(1, 2, 1)))
+        bench.make(plan.PlannedRun("twice", "whole", plan.Mesh(1, 2, 1)))
 
 
 @pytest.mark.whole

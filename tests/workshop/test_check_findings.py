@@ -15,7 +15,7 @@ from workshop.board import Terminal
 from workshop.check import experiment
 from workshop.check.experiment import Mistake, Outcome
 from workshop.check.lines import lines_as_in
-from workshop.check.plan import Mesh, PlannedTrial
+from workshop.check.plan import Mesh, PlannedRun
 from workshop.check.probe import CourseRecord
 from workshop.check.questions import model
 from workshop.check.questions.question import (
@@ -23,16 +23,16 @@ from workshop.check.questions.question import (
     Examined,
     distance,
 )
-from workshop.check.trials import StageTrial
+from workshop.check.stage_runs import StageRun
 from workshop.diff.diff import Diff
 from workshop.stages import STAGES
 
 NAN, INF = torch.nan, torch.inf
 
 
-def trial(*ranks, script="their_train.py", **seen):
+def run(*ranks, script="their_train.py", **seen):
     """One that ended so, without an observer's record but for `seen`."""
-    return StageTrial(Path(script), list(ranks), stage="ddp",
+    return StageRun(Path(script), list(ranks), stage="ddp",
                       mesh=Mesh(dp=len(ranks)),
                       records=[CourseRecord(**seen) if seen else None
                                ] * len(ranks),
@@ -48,7 +48,7 @@ DEEP = f"x = {'+'.join(['1'] * 2000)}\n"
 def test_a_deep_expression_is_no_mistake(tmp_path):
     script = program(tmp_path / "train_gpt2.py", DEEP)
     ast.parse(DEEP)  # Python runs it
-    one = trial(Rank(0, "", ""), script=script, asked=[], compiled=None)
+    one = run(Rank(0, "", ""), script=script, asked=[], compiled=None)
     one.source = DEEP.encode()
     verdicts = {}
     for question in QUESTIONS:
@@ -72,8 +72,8 @@ def test_a_byte_order_mark_is_no_difference(tmp_path, capsys):
     """Notepad writes one. What is wrong is said, as of any script."""
     script = tmp_path / "train_gpt2.py"
     script.write_text(STAGES["std"].solution.read_text(), "utf-8-sig")
-    one = trial(Rank(0, "", ""))
-    planned = PlannedTrial("1", "whole", Mesh())
+    one = run(Rank(0, "", ""))
+    planned = PlannedRun("1", "whole", Mesh())
     mistake = Mistake("losses agree", "that of step 0 is 5", frozenset(), "")
     experiment.diagnose(
         SimpleNamespace(stage="ddp", script=script), Terminal(False),
@@ -89,19 +89,19 @@ def test_no_change_is_named_where_the_check_itself_fails(
                 ("self.position += self.stride", "self.position += self.B"),
                 ("dist.all_reduce(report)", "pass"))
     script = program(tmp_path / "train_gpt2.py", text)
-    planned = PlannedTrial("1", "whole", Mesh())
+    planned = PlannedRun("1", "whole", Mesh())
     mistake = Mistake("losses agree", "that of step 0 is 5", frozenset(), "")
 
     def find(bench, planned, name):
         wrong = "self.B\n" in bench.text and "    pass" in bench.text
-        return Outcome(planned, trial(Rank(0, "", "")), [],
+        return Outcome(planned, run(Rank(0, "", "")), [],
                        mistake if wrong else None, [] if wrong else errors)
 
     monkeypatch.setattr(experiment, "try_out", find)
     experiment.diagnose(
         SimpleNamespace(stage="ddp", script=script, with_script=lambda data: (
             SimpleNamespace(text=data.decode(), folder=tmp_path / "none"))),
-        Terminal(False), Outcome(planned, trial(Rank(0, "", "")), [], mistake,
+        Terminal(False), Outcome(planned, run(Rank(0, "", "")), [], mistake,
                                  []), mistake)
     assert ("It is " in capsys.readouterr().out) == (not errors)
 
@@ -141,7 +141,7 @@ def test_the_distance_of_nan(mine, good, same):
 
 def test_weights_of_nan_are_not_the_single_devices():
     def with_weights(*values):
-        return trial(Rank(0, "", ""), weights=describe(
+        return run(Rank(0, "", ""), weights=describe(
             (str(i), torch.tensor([value])) for i, value in enumerate(values)))
 
     good = with_weights(1.0, 2.0, 3.0)

@@ -150,7 +150,7 @@ def test_a_check_is_read_aloud_a_line_at_a_time(monkeypatch):
         lambda now=False: shown.append(make().html)))
     monkeypatch.setattr(cells.interpreter, "run", lambda *_, on_line: [
         on_line(json.dumps(event)) for event in (
-            {"columns": ["1"]}, {"trial": "1"}, {"say": "1 process ..."},
+            {"columns": ["1"]}, {"run": "1"}, {"say": "1 process ..."},
             {"answer": ["it is right", "ok"]},
             {"say": "Right: </script> `python -m workshop reset std`"},
             {"right": True})])

@@ -14,9 +14,9 @@ from rankcheck.engine.workspace import Workspace
 from workshop.check import experiment
 from workshop.check.command import check
 from workshop.check.experiment import reference_of
-from workshop.check.plan import plan_trials
+from workshop.check.plan import plan_runs
 from workshop.check.questions import ask
-from workshop.check.trials import Bench
+from workshop.check.stage_runs import Bench
 from workshop.diff import documents
 from workshop.diff.diff import Diff
 from workshop.notebook import ranks
@@ -95,9 +95,9 @@ QUOTED = {" ".join(QUOTE.findall(case[3])[0].split()): case
     for quoted, (name, stage, number, _, make) in QUOTED.items()])
 def test_the_check_says_what_the_answer_quotes(
         quoted, stage, number, make, tmp_path, monkeypatch):
-    """Which change it was is not asked: that takes many trials."""
+    """Which change it was is not asked: that takes many runs."""
     monkeypatch.setattr(experiment, "diagnose", lambda *_: None)
-    monkeypatch.chdir(tmp_path)  # of which each trial gets a copy
+    monkeypatch.chdir(tmp_path)  # of which each run gets a copy
     script = program(tmp_path / "train_gpt2.py", make())
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -152,7 +152,7 @@ def test_the_check_knows_a_wrapper_of_ones_own(tmp_path):
     bench = Bench(Workspace(tmp_path / "bench"), "ddp", script,
                   script.read_bytes())
     reference = reference_of(bench)
-    planned, _ = plan_trials("ddp", quickly=True)
+    planned, _ = plan_runs("ddp", quickly=True)
     answers = ask(bench.make(planned), reference, planned.kind)
     assert answers.findings and not answers.internal_errors
     assert all(finding.verdict == "ok" for finding in answers.findings)

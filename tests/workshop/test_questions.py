@@ -1,6 +1,6 @@
-"""The check's questions: what right trials saw is changed, as a mistake would.
+"""The check's questions: what right runs saw is changed, as a mistake would.
 
-No process is started for a question. The trials are those of the solutions.
+No process is started for a question. The runs are those of the solutions.
 """
 
 import copy
@@ -19,10 +19,10 @@ from rankcheck.engine.ranks import Rank
 from rankcheck.engine.workspace import Workspace
 from rankcheck_testing.expected import read_expected
 from workshop.check.experiment import reference_of
-from workshop.check.plan import MINIBATCH, STEPS, plan_trials
+from workshop.check.plan import MINIBATCH, STEPS, plan_runs
 from workshop.check.questions import QUESTIONS, ask
 from workshop.check.questions.question import LAST, TIED
-from workshop.check.trials import Bench
+from workshop.check.stage_runs import Bench
 from workshop.stages import STAGES
 
 # Columns of a check, each of a kind or sharded in a way of its own
@@ -32,29 +32,29 @@ RECORDED = {"ddp": ("1", "2", "uneven", "resumed", "stopped"),
 
 
 def of_whole(cases):
-    """All but DDP's take long: their trials have to be recorded."""
+    """All but DDP's take long: their runs have to be recorded."""
     return [pytest.param(*case, marks=() if case[0] == "ddp" else
                          pytest.mark.whole) for case in cases]
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Of a stage {column: (kind, trial)}, and the reference, as read again."""
+    """Of a stage {column: (kind, run)}, and the reference, as read again."""
     @functools.cache
     def record(stage):
         solution = STAGES[stage].solution
         bench = Bench(Workspace(tmp_path_factory.mktemp("bench")), stage,
                       solution, solution.read_bytes())
         reference = reference_of(bench)
-        trials = {}
-        for planned in plan_trials(stage):
+        runs = {}
+        for planned in plan_runs(stage):
             if planned.name in RECORDED[stage]:
                 if stage != "ddp":  # two microbatches: DTensors take long
                     size = MINIBATCH // planned.mesh.dp // 2
                     planned = replace(planned, flags=(
                         *planned.flags, "--microbatch-size", size))
-                trials[planned.name] = planned.kind, bench.make(planned)
-        return pickle.loads(pickle.dumps((trials, reference)))
+                runs[planned.name] = planned.kind, bench.make(planned)
+        return pickle.loads(pickle.dumps((runs, reference)))
 
     return record
 
@@ -62,13 +62,13 @@ def recorded(tmp_path_factory):
 def answers(recorded, stage, column, change):
     """{title: `Finding`} of what is wrong, in the order of the questions.
 
-    change: of the trial; what it returns, if anything, is its kind.
+    change: of the run; what it returns, if anything, is its kind.
     """
-    trials, reference = recorded(stage)
-    kind, trial = trials[column]
-    trial = copy.deepcopy(trial)
-    kind = change(trial) or kind
-    found = ask(trial, reference, kind)
+    runs, reference = recorded(stage)
+    kind, run = runs[column]
+    run = copy.deepcopy(run)
+    kind = change(run) or kind
+    found = ask(run, reference, kind)
     assert not found.internal_errors
     return {finding.question: finding for finding in found.findings
             if finding.verdict != "ok"}
@@ -78,44 +78,44 @@ def answers(recorded, stage, column, change):
 def test_the_solutions_are_right(recorded, stage):
     if stage == "mpi":
         needs("mpirun")
-    trials, _ = recorded(stage)
-    for column in trials:
-        assert not answers(recorded, stage, column, lambda trial: None)
+    runs, _ = recorded(stage)
+    for column in runs:
+        assert not answers(recorded, stage, column, lambda run: None)
     # a file that is written beside its name has that name
-    written = {path for _, trial in trials.values()
-               for record in trial.records for path in record.written}
+    written = {path for _, run in runs.values()
+               for record in run.records for path in record.written}
     assert written and not [
         path for path in written if path.endswith(PART)]
 
 
 def on(rank, **values):
     """A change of what a rank has recorded."""
-    def apply(trial):
+    def apply(run):
         for name, value in values.items():
-            setattr(trial.records[rank], name, value)
+            setattr(run.records[rank], name, value)
     return apply
 
 
 def having(**changes):
-    """A change of what a trial has: each a value, or a function of it."""
-    def apply(trial):
+    """A change of what a run has: each a value, or a function of it."""
+    def apply(run):
         for name, value in changes.items():
-            setattr(trial, name, value(getattr(trial, name)) if callable(
+            setattr(run, name, value(getattr(run, name)) if callable(
                 value) else value)
     return apply
 
 
 def each(what, change):
     """A change of what each rank has recorded of that."""
-    def apply(trial):
-        for record in trial.records:
+    def apply(run):
+        for record in run.records:
             setattr(record, what, change(getattr(record, what)))
     return apply
 
 
 def logged(column, change):
-    def apply(trial):
-        trial.rows[-1][column] = str(change(float(trial.rows[-1][column])))
+    def apply(run):
+        run.rows[-1][column] = str(change(float(run.rows[-1][column])))
     return apply
 
 
@@ -125,51 +125,51 @@ def scaled(described, factor):
 
 def gradient(step, factor, rank=1):
     """The gradients of these ranks, from this one on, in one step."""
-    def apply(trial):
-        for record in trial.records[rank:]:
+    def apply(run):
+        for record in run.records[rank:]:
             record.gradients[step] = scaled(record.gradients[step], factor)
     return apply
 
 
-def twice(trial):
+def twice(run):
     """Two microbatches, and a reduction after each."""
-    trial.events = [[event for one in events
+    run.events = [[event for one in events
                      for event in [one] * (1 + ("reduce" in str(one)))]
-                    for events in trial.events]
+                    for events in run.events]
 
 
-def crashed(trial):
-    trial.records[1] = None
-    trial.ranks = [Rank(1, "", "RuntimeError: Connection closed by peer\n"),
-                   Rank(1, "", f'Traceback\n  File "{trial.script}", '
+def crashed(run):
+    run.records[1] = None
+    run.ranks = [Rank(1, "", "RuntimeError: Connection closed by peer\n"),
+                   Rank(1, "", f'Traceback\n  File "{run.script}", '
                         "line 12, in main\nKeyError: 'b'\n")]
 
 
-def other_checkpoint(trial):
-    model = trial.state["model"]
-    trial.state["model"] = {name: tensor * 1.01
+def other_checkpoint(run):
+    model = run.state["model"]
+    run.state["model"] = {name: tensor * 1.01
                             for name, tensor in model.items()}
 
 
-def wrapped(trial):
-    trial.state["model"] = {f"module.{name}": tensor for name, tensor
-                            in trial.state["model"].items()}
+def wrapped(run):
+    run.state["model"] = {f"module.{name}": tensor for name, tensor
+                            in run.state["model"].items()}
 
 
-def sleeps(trial):
+def sleeps(run):
     """Rank 1 is in a barrier that rank 0 does not come to."""
-    trial.gave_up = "hangs"
+    run.gave_up = "hangs"
     for rank, (name, line) in enumerate((("all_reduce", 9), ("barrier", 7))):
-        trial.events[rank] = [{"call": name, "elements": 1, "update": 1,
+        run.events[rank] = [{"call": name, "elements": 1, "update": 1,
                                "lines": [[line, "main", name]]}]
-        trial.ranks[rank] = Rank(None, "", "")
+        run.ranks[rank] = Rank(None, "", "")
 
 
 def asks(what, value, rank=1):
-    def apply(trial):
-        trial.records[rank].asked = [
+    def apply(run):
+        run.records[rank].asked = [
             (name, value if name == what else asked)
-            for name, asked in trial.records[rank].asked]
+            for name, asked in run.records[rank].asked]
     return apply
 
 
@@ -179,25 +179,25 @@ def forgets(what):
                                         if one[0] != what])
 
 
-def writes(trial):
-    trial.records[1].written = trial.records[0].written
+def writes(run):
+    run.records[1].written = run.records[0].written
 
 
 def prints(text):
-    def apply(trial):
-        trial.ranks[1].out += text
+    def apply(run):
+        run.ranks[1].out += text
     return apply
 
 
-def same_texts(trial):
-    first, *texts = trial.ranks[0].out.split("\n> Hello, I'm a language")
-    trial.ranks[0].out = "\n> Hello, I'm a language".join(
+def same_texts(run):
+    first, *texts = run.ranks[0].out.split("\n> Hello, I'm a language")
+    run.ranks[0].out = "\n> Hello, I'm a language".join(
         [first] + texts[:1] * len(texts))
 
 
-def untied(trial):
+def untied(run):
     """The last matrix is a copy of the first."""
-    for start in (record.start for record in trial.records):
+    for start in (record.start for record in run.records):
         (name, shape), *_ = start["plain"]
         assert name == TIED
         start["plain"].append((LAST, shape))
@@ -216,24 +216,24 @@ def whole_matrices(words):
     return each("start", change)
 
 
-def whole_model(trial):
+def whole_model(run):
     """No rank shares anything: each has a plain tensor."""
-    for record in trial.records:
+    for record in run.records:
         record.start["plain"] = [("transformer.h.0.ln_1.weight", (1,))]
 
 
-def gathers(trial):
+def gathers(run):
     """The whole model comes at once."""
-    whole = sum(call["elements"] for call in trial.calls(0)
+    whole = sum(call["elements"] for call in run.calls(0)
                 if call["call"] == "allgather_base" and call["update"] == 1)
-    trial.events[0].append({"call": "allgather_base", "elements": whole,
+    run.events[0].append({"call": "allgather_base", "elements": whole,
                             "update": 1, "lines": []})
 
 
 def kernels(**said):
-    """A trial of the operations alone, in which they came out so."""
-    def apply(trial):
-        trial.ranks[0].out = json.dumps(said)
+    """A run of the operations alone, in which they came out so."""
+    def apply(run):
+        run.ranks[0].out = json.dumps(said)
         return "operations"
     return apply
 
@@ -246,9 +246,9 @@ def larger(described):
     return scaled(described, 1.01)
 
 
-def apart(trial):
+def apart(run):
     """The last rank starts from other weights."""
-    trial.records[1].start = larger(trial.records[1].start)
+    run.records[1].start = larger(run.records[1].start)
 
 
 CASES = [  # the stage, the column, the change; the question, what it finds

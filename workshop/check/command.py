@@ -96,7 +96,7 @@ def check(stage: str, script: str | Path = DESK, verbose: bool = False,
         # it imports torch while this process does
         fork_server.get_servers(modules_of(stage))
         from workshop.check.experiment import Experiment
-        from workshop.check.trials import Bench
+        from workshop.check.stage_runs import Bench
 
         workspace.files.changed()  # by others, while torch was imported
         bench = Bench(workspace, stage, script, data, out.say)

@@ -1,7 +1,7 @@
-"""The trials of a check, one after the other until one is not right.
+"""The runs of a check, one after the other until one is not right.
 
 Trying a script (`try_out`) prints nothing; what is printed follows from the
-`Outcome` of each trial.
+`Outcome` of each run.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from rankcheck.engine.scratch import remove
 from workshop.board import Terminal
 from workshop.check import localise
 from workshop.check.lines import NameLine, lines_as_in, name_lines
-from workshop.check.plan import STEPS, Mesh, PlannedTrial, plan_trials
+from workshop.check.plan import STEPS, Mesh, PlannedRun, plan_runs
 from workshop.check.questions import ask
 from workshop.check.questions.question import number
-from workshop.check.trials import Bench, StageTrial
+from workshop.check.stage_runs import Bench, StageRun
 from workshop.diff import documents
 from workshop.diff.diff import Diff, Left
 from workshop.diff.render import advice, saved
 from workshop.stages import FIRST, STAGES
 
-references: dict[object, StageTrial] = {}  # by the solution's path
+references: dict[object, StageRun] = {}  # by the solution's path
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """The first thing that is wrong in a trial.
+    """The first thing that is wrong in a run.
 
     Attributes:
         title: of the question.
@@ -52,11 +52,11 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the questions have found in a trial.
+    """What the questions have found in a run.
 
     Attributes:
         planned: what was to be tried.
-        trial: its records.
+        run: its records.
         findings: in the order of the questions, with lines as the attendee
             knows them. If there is a failure, the verdict of all else that
             is not right is "and": it may follow from that.
@@ -64,8 +64,8 @@ class Outcome:
         internal_errors: a line for each question that raised an exception.
     """
 
-    planned: PlannedTrial
-    trial: StageTrial
+    planned: PlannedRun
+    run: StageRun
     findings: list[Finding]
     mistake: Mistake | None
     internal_errors: list[str]
@@ -75,13 +75,13 @@ class Outcome:
         return not self.mistake and not self.internal_errors
 
 
-def try_out(bench: Bench, planned: PlannedTrial, name: NameLine) -> Outcome:
-    """Make a trial, and ask all questions about it.
+def try_out(bench: Bench, planned: PlannedRun, name: NameLine) -> Outcome:
+    """Make a run, and ask all questions about it.
 
     name: what a `Line` of the script that is tried is called.
     """
-    trial = bench.make(planned)
-    answers = ask(trial, reference_of(bench), planned.kind)
+    run = bench.make(planned)
+    answers = ask(run, reference_of(bench), planned.kind)
     failures = [one for one in answers.findings if one.verdict == "FAIL"]
     mistake = None
     if failures:
@@ -95,11 +95,11 @@ def try_out(bench: Bench, planned: PlannedTrial, name: NameLine) -> Outcome:
         if failures and finding.verdict != "ok" and finding is not first:
             named = replace(named, verdict="and")
         findings.append(named)
-    return Outcome(planned, trial, findings, mistake, answers.internal_errors)
+    return Outcome(planned, run, findings, mistake, answers.internal_errors)
 
 
-def reference_of(bench: Bench) -> StageTrial:
-    """Return the single device's trial, made once for all checks of this
+def reference_of(bench: Bench) -> StageRun:
+    """Return the single device's run, made once for all checks of this
     program.
     """
     if bench.reference:
@@ -107,7 +107,7 @@ def reference_of(bench: Bench) -> StageTrial:
     solution = STAGES[FIRST].solution
     if solution not in references:
         one = bench.with_script(solution.read_bytes(), FIRST).make(
-            PlannedTrial("1", "whole", Mesh()))
+            PlannedRun("1", "whole", Mesh()))
         words = exits.last_words(one, 0).text
         require(len(one.rows) == STEPS and one.records[0], "the single-device "
                 f"stage does not run here: it {words}")
@@ -121,7 +121,7 @@ class Experiment:
     """A script that is checked.
 
     Attributes:
-        bench: where the trials are made.
+        bench: where the runs are made.
         out: is told how far it has come, and the findings.
         name: what a `Line` of the script that is tried is called.
         change: the one that is tried alone, or None.
@@ -135,17 +135,17 @@ class Experiment:
     verbose: bool = False
 
     def execute(self) -> Report:
-        """Make the trials, tell what is found, and return that.
+        """Make the runs, tell what is found, and return that.
 
         Raises:
             UserError: the script could not be run.
         """
-        plan = plan_trials(self.bench.stage, quickly=bool(self.change))
+        plan = plan_runs(self.bench.stage, quickly=bool(self.change))
         self.announce(plan)
         reference_of(self.bench)
         outcomes: list[Outcome] = []
         for planned in plan:
-            self.out.report(trial=planned.name)
+            self.out.report(run=planned.name)
             self.out.say(f"\n{planned.mesh.words}{planned.about}")
             outcome = try_out(self.bench, planned, self.name)
             outcomes.append(outcome)
@@ -158,7 +158,7 @@ class Experiment:
 
     # ------------------------------------------------------ what is printed
 
-    def announce(self, plan: Sequence[PlannedTrial]) -> None:
+    def announce(self, plan: Sequence[PlannedRun]) -> None:
         """Tell what will be tried."""
         names = [planned.name for planned in plan]
         self.out.report(columns=names)
@@ -171,16 +171,16 @@ class Experiment:
                      f"single-device stage: preset tiny, fp32, {STEPS} steps")
 
     def tell(self, outcome: Outcome) -> None:
-        """Tell what a trial has shown."""
+        """Tell what a run has shown."""
         for finding in outcome.findings:
             self.out.report(answer=[finding.question, finding.verdict])
-        trial = outcome.trial
-        if outcome.planned.kind == "whole" and all(trial.records):
-            picture = draw(trial, reference_of(self.bench))
+        run = outcome.run
+        if outcome.planned.kind == "whole" and all(run.records):
+            picture = draw(run, reference_of(self.bench))
             self.out.report(picture=picture)
         if outcome.mistake:
             self.out.report(table=None)
-        tell_findings(self.out, outcome.findings, trial.seconds,
+        tell_findings(self.out, outcome.findings, run.seconds,
                       verbose=self.verbose)
 
     def conclude(self, report: Report, outcomes: Sequence[Outcome]) -> None:
@@ -225,7 +225,7 @@ class Experiment:
 
 
 def make_report(bench: Bench, outcomes: Sequence[Outcome]) -> Report:
-    """Return the findings of all trials."""
+    """Return the findings of all runs."""
     findings: list[Finding] = []
     errors: list[str] = []
     for outcome in outcomes:
@@ -237,7 +237,7 @@ def make_report(bench: Bench, outcomes: Sequence[Outcome]) -> Report:
 
 def tell_findings(out: Quiet, findings: Sequence[Finding], seconds: float, *,
                   verbose: bool) -> None:
-    """Tell a trial's findings, and how many of them a terminal leaves out."""
+    """Tell a run's findings, and how many of them a terminal leaves out."""
     for finding in findings:
         if finding.verdict != "ok" or verbose:
             out.report(finding=[finding.verdict, finding.text,
@@ -270,17 +270,17 @@ def name_sizes(sizes: Sequence[int]) -> str:
     return f"{', '.join(others)} and {last} processes"
 
 
-def draw(trial: StageTrial, reference: StageTrial) -> dict[str, Any]:
+def draw(run: StageRun, reference: StageRun) -> dict[str, Any]:
     """Return who read what, and the losses, for a notebook's picture."""
     def losses(rows: Sequence[dict[str, str]]) -> list[float | None]:
         values = [number(row, "loss") for row in rows]
         return [value if value == value else None for value in values]
 
-    dp, tp = trial.mesh.dp, trial.mesh.tp
-    return {"read": [record.samples for record in trial.all_records],
-            "readers": [rank // tp % dp for rank in range(trial.mesh.size)],
+    dp, tp = run.mesh.dp, run.mesh.tp
+    return {"read": [record.samples for record in run.all_records],
+            "readers": [rank // tp % dp for rank in range(run.mesh.size)],
             "expected": reference.record_of(0).samples,
-            "loss": losses(trial.rows), "single": losses(reference.rows)}
+            "loss": losses(run.rows), "single": losses(reference.rows)}
 
 
 # ------------------------------------------------------- which change it is
@@ -290,13 +290,13 @@ def diagnose(bench: Bench, out: Quiet, outcome: Outcome,
              mistake: Mistake) -> None:
     """Name the changes without which it would be right, as far as found.
 
-    Scripts with a part of the differences are tried as in the trial that
+    Scripts with a part of the differences are tried as in the run that
     failed.
 
     Args:
         bench: of the attendee's script.
         out: is told.
-        outcome: of the trial that failed.
+        outcome: of the run that failed.
         mistake: in it.
     """
     stage, script = bench.stage, bench.script
@@ -344,13 +344,13 @@ class NotKnown(Exception):
     """
 
 
-def try_part(bench: Bench, planned: PlannedTrial, data: bytes, yours: bytes
+def try_part(bench: Bench, planned: PlannedRun, data: bytes, yours: bytes
              ) -> Mistake | None:
     """Return the first mistake of another version of the script.
 
     Args:
         bench: of the attendee's script.
-        planned: the trial in which that is wrong.
+        planned: the run in which that is wrong.
         data: the other version.
         yours: the attendee's.
 
@@ -361,7 +361,7 @@ def try_part(bench: Bench, planned: PlannedTrial, data: bytes, yours: bytes
     name = lines_as_in(yours, data)
     plan = [planned]
     if planned.kind == "resumed":  # there has to be a run
-        plan.insert(0, PlannedTrial("1", "whole", Mesh()))
+        plan.insert(0, PlannedRun("1", "whole", Mesh()))
     try:
         for one in plan:
             outcome = try_out(other, one, name)

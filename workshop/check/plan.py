@@ -85,8 +85,8 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class PlannedTrial:
-    """A trial that is to be made: a column of the table.
+class PlannedRun:
+    """A run that is to be made: a column of the table.
 
     Attributes:
         name: the column's.
@@ -103,8 +103,8 @@ class PlannedTrial:
     about: str = ""
 
 
-def plan_trials(stage: str, *, quickly: bool = False) -> list[PlannedTrial]:
-    """Return the trials of a check, in their order.
+def plan_runs(stage: str, *, quickly: bool = False) -> list[PlannedRun]:
+    """Return the runs of a check, in their order.
 
     quickly: as for one change: on two processes alone.
     """
@@ -114,49 +114,49 @@ def plan_trials(stage: str, *, quickly: bool = False) -> list[PlannedTrial]:
     for mesh in reversed(meshes):
         if mesh.size == 2:
             pair = mesh
-    trials = []
+    runs = []
     if about.kernels:
-        trials.append(PlannedTrial("operations", "operations", Mesh(),
+        runs.append(PlannedRun("operations", "operations", Mesh(),
                                    about=", each operation alone"))
     for mesh in [pair] if quickly else meshes:
-        trials.append(PlannedTrial(str(mesh), "whole", mesh))
+        runs.append(PlannedRun(str(mesh), "whole", mesh))
     if pair.size > 1:
-        trials.append(PlannedTrial(
+        runs.append(PlannedRun(
             "uneven", "uneven", Mesh(dp=2), ("--minibatch-size", UNEVEN),
             f", a minibatch of {UNEVEN} samples"))
     if not quickly:
-        trials += plan_other_flags(about, meshes[0], pair)
-    return trials
+        runs += plan_other_flags(about, meshes[0], pair)
+    return runs
 
 
 def plan_other_flags(about: Stage, first: Mesh, pair: Mesh
-                     ) -> list[PlannedTrial]:
-    """Return the trials that resume, stop early, or compute the same by
+                     ) -> list[PlannedRun]:
+    """Return the runs that resume, stop early, or compute the same by
     other flags.
 
     Args:
         about: the stage.
         first: the mesh whose run is resumed.
-        pair: the mesh of these trials.
+        pair: the mesh of these runs.
     """
-    trials = [
-        PlannedTrial(
+    runs = [
+        PlannedRun(
             "resumed", "resumed", pair, ("--resume",),
             f", resuming after step {RESUMED - 1} a run of {first.words}"),
-        PlannedTrial(
+        PlannedRun(
             "stopped", "stopped", pair,
             ("--compile", "--recompute", "--generate-every", 1),
             ", stopped early")]
     if about.trainer:
-        trials += [
-            PlannedTrial(
+        runs += [
+            PlannedRun(
                 "bf16", "bf16", Mesh(),
                 ("--precision", "bf16", "--strategy", "ddp"),
                 ", --precision bf16"),
-            PlannedTrial(
+            PlannedRun(
                 "fsdp2", "fsdp2", pair, ("--strategy", "fsdp2", "--compile"),
                 ", --strategy fsdp2")]
-    return trials
+    return runs
 
 
 def make_dataset(folder: Path) -> None:

@@ -30,7 +30,7 @@ from rankcheck.record.tensors import LocalTensors, describe, plain_name
 from rankcheck.system.errors import InternalError
 
 MOST = 100  # updates of which everything is recorded
-SAMPLES, T = 40, 32  # of a trial's dataset, where sample i begins with i
+SAMPLES, T = 40, 32  # of a run's dataset, where sample i begins with i
 
 
 Probe = Callable[[Log], object]

@@ -29,21 +29,21 @@ from workshop.check.questions.question import (
     put_together,
     question,
 )
-from workshop.check.trials import StageTrial
+from workshop.check.stage_runs import StageRun
 
 GRADIENT = 1e-3  # relative
 
 
 @question("each step reads its minibatch, each sample once",
           ("whole", "resumed"))
-def samples(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def samples(run: StageRun, reference: StageRun) -> Finding | None:
     """Distinct over data-parallel ranks, equal over tensor-parallel ones."""
-    dp, tp = trial.mesh.dp, trial.mesh.tp
-    size = MINIBATCH // dp if trial.about.split == "layers" else B
-    for step in range(trial.first_step, STEPS):
+    dp, tp = run.mesh.dp, run.mesh.tp
+    size = MINIBATCH // dp if run.about.split == "layers" else B
+    for step in range(run.first_step, STEPS):
         good = reference.record_of(0).samples[step]
-        read = [tuple(record.samples[step - trial.first_step])
-                for record in trial.all_records]
+        read = [tuple(record.samples[step - run.first_step])
+                for record in run.all_records]
         parts = set(read) if tp > 1 else read
         if sorted(i for part in parts for i in part) == sorted(good):
             continue
@@ -80,11 +80,11 @@ def shorten(numbers: Sequence[int]) -> str:
 
 
 @question("the optimizer matches the single device's")
-def optimizer(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def optimizer(run: StageRun, reference: StageRun) -> Finding | None:
     """What it updates, and how: groups of parameters by name."""
     good = by_name(reference.record_of(0).optimizers or [])
     updated: set[str] = set()
-    for record in trial.all_records:
+    for record in run.all_records:
         mine = by_name(record.optimizers or [])
         updated |= mine.keys()
         for name in sorted(good.keys() & mine.keys()):
@@ -95,7 +95,7 @@ def optimizer(trial: StageTrial, reference: StageTrial) -> Finding | None:
                                 f" not {good[name][key]}",
                                 kind="optimizer-setting")
     missing = good.keys() - updated
-    if missing and trial.mesh.pp == 1:  # else see what they start from
+    if missing and run.mesh.pp == 1:  # else see what they start from
         return fail(f"the optimizer does not update {min(missing)}",
                     kind="not-optimized")
     return None
@@ -108,16 +108,16 @@ def by_name(groups: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 @question("every rank starts from the same weights", ("whole", "resumed"))
-def first_weights(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def first_weights(run: StageRun, reference: StageRun) -> Finding | None:
     """Those of the single device, or of the checkpoint that is resumed."""
     good = put_together([
-        reference.record_of(0).first_weights if trial.resumed is None else
-        describe(trial.resumed["model"].items())])
-    if not all(record.start for record in trial.all_records):
+        reference.record_of(0).first_weights if run.resumed is None else
+        describe(run.resumed["model"].items())])
+    if not all(record.start for record in run.all_records):
         return fail("the model is never called to train", kind="not-called")
-    mine = put_together([record.first_weights for record in trial.all_records])
+    mine = put_together([record.first_weights for record in run.all_records])
     missing = mine.holes + sorted(good.tensors.keys() - mine.tensors.keys())
-    if missing and trial.resumed is None:
+    if missing and run.resumed is None:
         return fail(f"{missing[0]} is missing or incomplete on all ranks",
                     kind="missing-weights")
     if mine.differing:
@@ -126,7 +126,7 @@ def first_weights(trial: StageTrial, reference: StageTrial) -> Finding | None:
                     kind="unequal-initial-weights")
     if not distance(mine, good) <= 0:
         owner = "the checkpoint"
-        if not trial.first_step:
+        if not run.first_step:
             owner = "the single device"
         return fail(f"it starts with different weights than {owner}",
                     kind="other-initial-weights")
@@ -134,18 +134,18 @@ def first_weights(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 
 @question("the embedding and lm_head are one matrix", where=no_pipeline)
-def tied(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def tied(run: StageRun, reference: StageRun) -> Finding | None:
     """A plan makes two parameters of what has two names."""
-    if {LAST, TIED} <= names(trial.record_of(0).first_weights):
+    if {LAST, TIED} <= names(run.record_of(0).first_weights):
         return fail("wte.weight and lm_head.weight are two parameters",
                     kind="untied-weights")
     return None
 
 
 @question("it trains in the precision that is asked for", ("whole", "bf16"))
-def precision(trial: StageTrial, reference: StageTrial) -> Finding | None:
-    wanted = "bf16" if "bf16" in trial.more else "fp32"
-    known = [record.precision for record in trial.all_records
+def precision(run: StageRun, reference: StageRun) -> Finding | None:
+    wanted = "bf16" if "bf16" in run.more else "fp32"
+    known = [record.precision for record in run.all_records
              if record.precision]
     used = known[0] if known else None
     if used != wanted:
@@ -155,9 +155,9 @@ def precision(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 
 @question("--strategy fsdp2 leaves each rank a part", ("fsdp2",))
-def sharding(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def sharding(run: StageRun, reference: StageRun) -> Finding | None:
     if not all(record.start and record.start["sharded"]
-               for record in trial.all_records):
+               for record in run.all_records):
         return fail("with --strategy fsdp2 every rank keeps the whole model",
                     kind="not-sharded")
     return None
@@ -167,12 +167,12 @@ ask_about("lr", "learning rates agree", "learning rate", 1e-6)
 
 
 @question("gradients match the single device's", ("whole", "resumed"))
-def gradients(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def gradients(run: StageRun, reference: StageRun) -> Finding | None:
     """Equal on all ranks that hold the same, and right, at every step."""
-    for step in range(trial.first_step, STEPS):
+    for step in range(run.first_step, STEPS):
         good = put_together([reference.record_of(0).gradients[step]])
-        mine = put_together([record.gradients[step - trial.first_step]
-                             for record in trial.all_records])
+        mine = put_together([record.gradients[step - run.first_step]
+                             for record in run.all_records])
         apart = [rank for rank, off in mine.differing.items()
                  if off > 1e-6 * max(1.0, length(good.tensors))]
         if apart:
@@ -191,22 +191,22 @@ def gradients(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 
 @question("gradients are reduced at most once a step", where=data_alone)
-def reductions(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def reductions(run: StageRun, reference: StageRun) -> Finding | None:
     """How often each gradient is all-reduced in a step.
 
     Not at all, where they agree all the same: another way was found.
     """
-    count = max(sum(call["elements"] for call in trial.calls(rank)
+    count = max(sum(call["elements"] for call in run.calls(rank)
                     if "reduce" in call["call"] and call["update"] > 0)
-                for rank in range(trial.mesh.size))
+                for rank in range(run.mesh.size))
     count /= len(reference.record_of(0).first_weights["flat"]) * (STEPS - 1)
     if count < 1.5:
         return ok(f"gradients are reduced {count:.1f} times a step",
                   numbers={"times": count}, kind="reduced")
     fix: list[Fragment] = ["reduce once, after the last microbatch"]
     kind = "reduced-repeatedly"
-    entered = trial.asked("no_sync")  # the lines
-    if entered and not trial.asked("forward in no_sync"):
+    entered = run.asked("no_sync")  # the lines
+    if entered and not run.asked("forward in no_sync"):
         kind = "no-sync-outside-forward"
         fix = ["call the model inside no_sync() (", Line(entered[0]),
                "), too: it takes effect in the forward pass"]
@@ -216,14 +216,14 @@ def reductions(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 
 @question("weights are gathered block by block",
-          where=lambda trial: data_alone(trial) and trial.about.shards)
-def gathers(trial: StageTrial, reference: StageTrial) -> Finding | None:
+          where=lambda run: data_alone(run) and run.about.shards)
+def gathers(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether one gather brings the whole model to every rank."""
-    largest = max((call["elements"] for call in trial.calls(0)
+    largest = max((call["elements"] for call in run.calls(0)
                    if call["call"] == "allgather_base" and call["update"]),
                   default=0)
     whole = 0.9 * len(reference.record_of(0).first_weights["flat"])
-    if largest * trial.mesh.dp >= whole:
+    if largest * run.mesh.dp >= whole:
         return warn("all weights are gathered at once: every rank needs "
                     "room for the whole model", "shard each block before the "
                     "model: fully_shard(block, mesh=mesh)",
@@ -232,9 +232,9 @@ def gathers(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 
 @question("final weights match the single device's", ("whole", "resumed"))
-def weights(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def weights(run: StageRun, reference: StageRun) -> Finding | None:
     good = put_together([reference.record_of(0).last_weights])
-    mine = put_together([record.last_weights for record in trial.all_records])
+    mine = put_together([record.last_weights for record in run.all_records])
     if mine.differing:
         return fail(f"the final weights of rank {min(mine.differing)} are "
                     "not rank 0's", kind="unequal-weights")

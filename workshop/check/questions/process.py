@@ -18,17 +18,17 @@ from rankcheck.engine.findings import Finding, Line, counted, fail, ok, warn
 from rankcheck.record.tensors import names
 from workshop.check.plan import STEPS, UNEVEN, B
 from workshop.check.questions.question import question, several
-from workshop.check.trials import StageTrial
+from workshop.check.stage_runs import StageRun
 
 
 @question("each operation computes what PyTorch's does", ("operations",),
           early=True)
-def operations(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def operations(run: StageRun, reference: StageRun) -> Finding | None:
     """What workshop.check.operations says of them."""
-    finding = exits.explain(trial)
+    finding = exits.explain(run)
     if finding:
         return finding
-    for name, wrong in json.loads(trial.ranks[0].out.splitlines()[-1]).items():
+    for name, wrong in json.loads(run.ranks[0].out.splitlines()[-1]).items():
         if wrong is None:
             return fail(f"it has no function {name}", kind="no-kernel")
         if wrong:
@@ -42,20 +42,20 @@ def operations(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 
 @question("it trains with kernels of its own",
-          where=lambda trial: trial.about.kernels)
-def own(trial: StageTrial, reference: StageTrial) -> Finding | None:
-    for name in trial.asked("pytorch"):
+          where=lambda run: run.about.kernels)
+def own(run: StageRun, reference: StageRun) -> Finding | None:
+    for name in run.asked("pytorch"):
         return fail(f"it trains with PyTorch's {name}, not with a kernel of "
                     "its own", kind="no-kernel")
     return None
 
 
 @question("the optimizer updates the model that is trained", early=True)
-def updated(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def updated(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether any of its weights are the model's: asked first, since it may
     be the checkpoint that fails.
     """
-    for rank, record in enumerate(trial.records):
+    for rank, record in enumerate(run.records):
         groups = record.optimizers if record else None
         if groups and all(set(group["names"]) <= {"?"} for group in groups):
             return fail(f"rank {rank}'s optimizer updates another model than "
@@ -65,34 +65,34 @@ def updated(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 @question("it runs to its end", ("whole", "resumed", "bf16", "fsdp2"),
           early=True)
-def how_it_ends(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def how_it_ends(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether every rank comes to its end, after all steps."""
-    finding = exits.explain(trial)
+    finding = exits.explain(run)
     if finding:
         return finding
-    if len(trial.rows) < STEPS:
-        return fail(f"it ended after {len(trial.rows)} of {STEPS} steps "
+    if len(run.rows) < STEPS:
+        return fail(f"it ended after {len(run.rows)} of {STEPS} steps "
                     "without an error", kind="ends-early")
-    for rank, record in enumerate(trial.records):
+    for rank, record in enumerate(run.records):
         if not record:
             return fail(f"rank {rank} ended before the end of main()",
                         kind="leaves-early")
-        if len(record.samples) < STEPS - trial.first_step:
+        if len(record.samples) < STEPS - run.first_step:
             return fail(f"rank {rank} makes "
                         f"{counted(record.samples, 'optimizer step')}, not "
-                        f"{STEPS - trial.first_step}", ranks=[rank],
+                        f"{STEPS - run.first_step}", ranks=[rank],
                         numbers={"steps": len(record.samples)},
                         kind="uneven-steps")
-    return ok(f"it runs to its end ({trial.seconds:.1f} s)", kind="runs")
+    return ok(f"it runs to its end ({run.seconds:.1f} s)", kind="runs")
 
 
 @question("each rank holds its part of the model",
-          where=lambda trial: trial.about.shards)
-def parts(trial: StageTrial, reference: StageTrial) -> Finding | None:
+          where=lambda run: run.about.shards)
+def parts(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether a sharded stage shards, and how."""
-    starts = [record.start for record in trial.all_records
+    starts = [record.start for record in run.all_records
               if record.start is not None]
-    if len(starts) < trial.mesh.size:
+    if len(starts) < run.mesh.size:
         return None
     for rank, start in enumerate(starts):
         if start["plain"]:
@@ -103,8 +103,8 @@ def parts(trial: StageTrial, reference: StageTrial) -> Finding | None:
     blocks = {name: entry for name, entry in starts[0]["sharded"].items()
               if ".h." in name and len(entry["shape"]) > 1}
     # as large as FSDP alone leaves it
-    whole = [name for name, entry in blocks.items() if trial.mesh.tp > 1
-             and entry["part"].numel() * trial.mesh.dp * trial.mesh.tp
+    whole = [name for name, entry in blocks.items() if run.mesh.tp > 1
+             and entry["part"].numel() * run.mesh.dp * run.mesh.tp
              >= 1.5 * torch.Size(entry["shape"]).numel()]
     if whole and len(whole) == len(blocks):
         return fail("no matrix of a block is split: all ranks of a TP group "
@@ -114,29 +114,29 @@ def parts(trial: StageTrial, reference: StageTrial) -> Finding | None:
                     "compute the same with it", "add a line for it to the "
                     "plan",
                     kind="not-split")
-    if any(trial.asked("to")):
+    if any(run.asked("to")):
         return warn("every device has the whole model before it is sharded",
                     "leave the model on the CPU, as it may not fit: "
                     "fully_shard moves its parts", kind="sharded-late")
     return None
 
 
-def uses_trainer(trial: StageTrial) -> bool:
-    return trial.about.trainer or bool(trial.asked("fit"))
+def uses_trainer(run: StageRun) -> bool:
+    return run.about.trainer or bool(run.asked("fit"))
 
 
 @question("it trains with Lightning", where=uses_trainer)
-def trainer(trial: StageTrial, reference: StageTrial) -> Finding | None:
-    if not trial.about.trainer:
-        return fail(f"trainer.fit() is called: it is not stage {trial.stage}",
+def trainer(run: StageRun, reference: StageRun) -> Finding | None:
+    if not run.about.trainer:
+        return fail(f"trainer.fit() is called: it is not stage {run.stage}",
                     kind="lightning")
-    if not trial.asked("fit"):
+    if not run.asked("fit"):
         return fail("trainer.fit() is never called", kind="no-lightning")
-    writers = [one for found in trial.asked("writers") for one in found]
+    writers = [one for found in run.asked("writers") for one in found]
     if writers:
         return fail(f"the Trainer also writes: {', '.join(writers)}",
                     kind="second-writer")
-    if not any(trial.asked("plugins")):
+    if not any(run.asked("plugins")):
         return warn("Lightning guesses which launcher is used",
                     "pass plugins=[lit.get_launcher()]: else it takes the "
                     "shell of a SLURM job for a task that waits for others",
@@ -145,8 +145,8 @@ def trainer(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 
 @question("the process group is destroyed at the end", where=several)
-def parting(trial: StageTrial, reference: StageTrial) -> Finding | None:
-    if any(record.joined for record in trial.all_records):
+def parting(run: StageRun, reference: StageRun) -> Finding | None:
+    if any(record.joined for record in run.all_records):
         return warn("the process group is never destroyed",
                     "call dist.destroy_process_group() after the last "
                     "collective: with NCCL the end may hang otherwise",
@@ -155,9 +155,9 @@ def parting(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 
 @question("each process asks for its own device")
-def devices(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def devices(run: StageRun, reference: StageRun) -> Finding | None:
     """What it would take on a machine with accelerators."""
-    calls = [node for node in ast.walk(trial.tree())
+    calls = [node for node in ast.walk(run.tree())
              if isinstance(node, ast.Call) and re.search(
                  r"(Trainer|init_process_group|device|model\.to)$",
                  ast.unparse(node.func))]
@@ -168,14 +168,14 @@ def devices(trial: StageTrial, reference: StageTrial) -> Finding | None:
                 return fail(["the device or its backend is always "
                              f"{name!r} (", Line(call.lineno),
                              "): --device is ignored"], kind="fixed-device")
-    if set(trial.asked("device")) - {"auto"} or (
-            {None, "auto"} & set(trial.asked("accelerator"))):
+    if set(run.asked("device")) - {"auto"} or (
+            {None, "auto"} & set(run.asked("accelerator"))):
         return fail("the device does not follow from --device",
                     kind="fixed-device")
-    for rank in range(trial.mesh.size):
-        local = rank % (trial.mesh.size // trial.mesh.nodes)
+    for rank in range(run.mesh.size):
+        local = rank % (run.mesh.size // run.mesh.nodes)
         for what in ("local_rank", "set_device", "device_ids"):
-            for asked in trial.asked(what, rank):
+            for asked in run.asked(what, rank):
                 if asked is not None and asked != local:
                     return fail(f"rank {rank} uses device {asked!r}, but its "
                                 f"local rank is {local}", ranks=[rank],
@@ -184,9 +184,9 @@ def devices(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 
 @question("every name that it uses is defined")
-def definitions(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def definitions(run: StageRun, reference: StageRun) -> Finding | None:
     """Also where the check does not come by, as under --compile."""
-    for message in Checker(trial.tree()).messages:
+    for message in Checker(run.tree()).messages:
         if isinstance(message, UndefinedName):
             return fail([f"{message.message_args[0]} is not defined (",
                          Line(message.lineno), ")"], kind="undefined-name")
@@ -195,24 +195,24 @@ def definitions(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 @question("a minibatch that cannot be shared is refused", ("uneven",),
           early=True)
-def uneven(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def uneven(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether all ranks end at once where the samples do not go round."""
     said = (f"with a minibatch of {UNEVEN} samples, which 2 ranks with "
             f"microbatches of {B} cannot share, ")
-    if any(map(trial.updates, range(trial.mesh.size))):
+    if any(map(run.updates, range(run.mesh.size))):
         return fail(said + "it trains anyway", kind="uneven-minibatch")
-    if any(rank.status in (None, 0) for rank in trial.ranks):
+    if any(rank.status in (None, 0) for rank in run.ranks):
         return fail(said + "not every rank ends with an error",
                     kind="uneven-minibatch")
     return None
 
 
 @question("it is compiled if that is asked for", ("whole", "stopped", "fsdp2"))
-def compiled(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def compiled(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether what torch.compile returns is what is called."""
-    used = {record.compiled for record in trial.all_records}
-    start = trial.record_of(0).start
-    if "--compile" not in trial.more:
+    used = {record.compiled for record in run.all_records}
+    start = run.record_of(0).start
+    if "--compile" not in run.more:
         return None if used == {None} else fail(
             "with --no-compile it is compiled anyway", kind="compiled")
     if None in used:
@@ -226,7 +226,7 @@ def compiled(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 
 @question("--recompute keeps few activations", ("stopped",))
-def recomputed(trial: StageTrial, reference: StageTrial) -> Finding | None:
-    if not all(record.recomputed for record in trial.all_records):
+def recomputed(run: StageRun, reference: StageRun) -> Finding | None:
+    if not all(record.recomputed for record in run.all_records):
         return fail("--recompute has no effect", kind="no-recompute")
     return None

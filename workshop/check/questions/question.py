@@ -1,4 +1,4 @@
-"""The check's questions, and about which trials they are asked."""
+"""The check's questions, and about which runs they are asked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rankcheck.engine.findings import Finding, fail, ok, warn
 from rankcheck.engine.questions import Question, always
 from rankcheck.record.tensors import Whole, assemble, difference
 from workshop.check.plan import STEPS
-from workshop.check.trials import StageTrial
+from workshop.check.stage_runs import StageRun
 
 # Two names of one matrix: each end of a pipeline has a copy of it.
 LAST, TIED = "lm_head.weight", "transformer.wte.weight"
@@ -27,43 +27,43 @@ STRANGE = (ArithmeticError, AttributeError, LookupError, RuntimeError,
 
 @dataclass(frozen=True)
 class Examined:
-    """A trial, beside the one that it is compared with.
+    """A run, beside the one that it is compared with.
 
     Attributes:
-        trial: of the attendee's script.
+        run: of the attendee's script.
         reference: of the single-device stage.
-        kind: what the trial is made for: "whole", "uneven", "resumed",
+        kind: what the run is made for: "whole", "uneven", "resumed",
             "stopped", "operations", "bf16" or "fsdp2".
     """
 
-    trial: StageTrial
-    reference: StageTrial
+    run: StageRun
+    reference: StageRun
     kind: str
 
 
 # None where the title of the question says it all
-Answer: TypeAlias = Callable[[StageTrial, StageTrial], "Finding | None"]
+Answer: TypeAlias = Callable[[StageRun, StageRun], "Finding | None"]
 # In the order in which they are asked: causes before their effects
 QUESTIONS: list[Question[Examined]] = []
 
 
 def question(title: str, kinds: tuple[str, ...] = ("whole",),
-             where: Callable[[StageTrial], bool] = always,
+             where: Callable[[StageRun], bool] = always,
              early: bool = False) -> Callable[[Answer], Answer]:
-    """Ask the decorated function about trials.
+    """Ask the decorated function about runs.
 
     Args:
         title: what is right where the answer is "ok".
-        kinds: of trials.
-        where: whether it is asked about a trial of such a kind.
-        early: also about a trial that has not come to its end; a failure
+        kinds: of runs.
+        where: whether it is asked about a run of such a kind.
+        early: also about a run that has not come to its end; a failure
             then leaves nothing to ask.
     """
     def add(answer: Answer) -> Answer:
         def applies(examined: Examined) -> bool:
-            trial = examined.trial
-            has_ended = early or all(trial.records)
-            return examined.kind in kinds and has_ended and where(trial)
+            run = examined.run
+            has_ended = early or all(run.records)
+            return examined.kind in kinds and has_ended and where(run)
 
         def find(examined: Examined) -> list[Finding]:
             return [judge(title, answer, examined)]
@@ -77,7 +77,7 @@ def question(title: str, kinds: tuple[str, ...] = ("whole",),
 def judge(title: str, answer: Answer, examined: Examined) -> Finding:
     """Return an answer's finding, or a failure where it cannot be found."""
     try:
-        found = answer(examined.trial, examined.reference)
+        found = answer(examined.run, examined.reference)
     except RecursionError:
         return warn(f"it was not checked whether {title}",
                     "simplify the script: an expression is nested too deeply",
@@ -90,17 +90,17 @@ def judge(title: str, answer: Answer, examined: Examined) -> Finding:
     return found or ok(title)
 
 
-def several(trial: StageTrial) -> bool:
-    return trial.mesh.size > 1
+def several(run: StageRun) -> bool:
+    return run.mesh.size > 1
 
 
-def no_pipeline(trial: StageTrial) -> bool:
-    return trial.mesh.pp == 1
+def no_pipeline(run: StageRun) -> bool:
+    return run.mesh.pp == 1
 
 
-def data_alone(trial: StageTrial) -> bool:
+def data_alone(run: StageRun) -> bool:
     """Return whether several ranks share the data, and nothing else."""
-    return trial.mesh.is_data_parallel and several(trial)
+    return run.mesh.is_data_parallel and several(run)
 
 
 def distance(mine: Whole, good: Whole) -> float:
@@ -130,11 +130,11 @@ def ask_about(column: str, title: str, name: str, tolerance: float,
         title: of the question.
         name: of the column, in a sentence.
         tolerance: relative.
-        kinds: of trials, beside "whole".
+        kinds: of runs, beside "whole".
     """
     @question(title, ("whole", *kinds))
-    def answer(trial: StageTrial, reference: StageTrial) -> Finding | None:
-        rows = {number(row, "step"): row for row in trial.rows}
+    def answer(run: StageRun, reference: StageRun) -> Finding | None:
+        rows = {number(row, "step"): row for row in run.rows}
         for step in range(STEPS):
             value = number(rows.get(step, {}), column)
             good = number(reference.rows[step], column)

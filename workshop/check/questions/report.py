@@ -20,7 +20,7 @@ from workshop.check.questions.question import (
     question,
     several,
 )
-from workshop.check.trials import Checkpoint, StageTrial
+from workshop.check.stage_runs import Checkpoint, StageRun
 
 PROMPT = "> Hello, I'm a language model,"
 
@@ -32,10 +32,10 @@ ask_about("val_loss", "validation losses agree", "validation loss", 1e-5)
 
 
 @question("no more is evaluated than by the single device")
-def evaluated(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def evaluated(run: StageRun, reference: StageRun) -> Finding | None:
     good, mine = (
         sum(record.evaluated for record in one.all_records) // one.mesh.tp
-        for one in (reference, trial))
+        for one in (reference, run))
     if mine > good:
         return fail(f"{mine} samples are evaluated in all, where the single "
                     f"device evaluates {good}", kind="evaluated-repeatedly")
@@ -43,45 +43,45 @@ def evaluated(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 
 @question("the logged seconds are those of the steps")
-def logged_seconds(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def logged_seconds(run: StageRun, reference: StageRun) -> Finding | None:
     """They are in no doubt on a busy machine, either: the run took longer."""
-    logged = sum(number(row, "seconds") for row in trial.rows)
-    if not 0 < logged <= trial.seconds:
+    logged = sum(number(row, "seconds") for row in run.rows)
+    if not 0 < logged <= run.seconds:
         return fail(f"the log says {logged:.1f} seconds for all steps, and "
-                    f"the whole run took {trial.seconds:.1f}", kind="seconds")
+                    f"the whole run took {run.seconds:.1f}", kind="seconds")
     return None
 
 
 @question("only rank 0 logs and saves", where=several)
-def writers(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def writers(run: StageRun, reference: StageRun) -> Finding | None:
     written: dict[str, int] = {}  # file -> the rank that writes it
-    for rank, record in enumerate(trial.all_records):
+    for rank, record in enumerate(run.all_records):
         for path in record.written:
             if written.setdefault(path, rank) != rank:
                 return fail(f"rank {rank} also writes {Path(path).name}",
                             ranks=[rank], kind="second-writer")
-        if rank and "| step" in trial.ranks[rank].out:
+        if rank and "| step" in run.ranks[rank].out:
             return fail(f"rank {rank} also prints the log line",
                         ranks=[rank], kind="second-writer")
     return None
 
 
 @question("every rank generates its own text", where=no_pipeline)
-def texts(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def texts(run: StageRun, reference: StageRun) -> Finding | None:
     """Four of each, printed by rank 0; a TP group writes them together."""
-    tp = trial.mesh.tp
-    for rank, record in enumerate(trial.all_records):
+    tp = run.mesh.tp
+    for rank, record in enumerate(run.all_records):
         first = rank - rank % tp
-        if rank and PROMPT in trial.ranks[rank].out:
+        if rank and PROMPT in run.ranks[rank].out:
             return fail(f"rank {rank} prints its generated text itself, so "
                         "lines of several ranks may mix", ranks=[rank],
                         kind="second-writer")
-        if record.continued != trial.record_of(first).continued:
+        if record.continued != run.record_of(first).continued:
             return fail(f"ranks {first} and {rank} of a TP group generate "
                         "different text", kind="unequal-text")
-    found = trial.ranks[0].out.split(f"\n{PROMPT}")[1:]
+    found = run.ranks[0].out.split(f"\n{PROMPT}")[1:]
     # after step 0 and after the last step
-    right = 4 * trial.mesh.dp * (1 if trial.first_step else 2)
+    right = 4 * run.mesh.dp * (1 if run.first_step else 2)
     if len(found) != right:
         return fail(f"{counted(found, 'generated text')} printed, not "
                     f"{right}, each on its own line", kind="text-count")
@@ -91,25 +91,25 @@ def texts(trial: StageTrial, reference: StageTrial) -> Finding | None:
 
 
 @question("its checkpoints match the single device's")
-def checkpoint(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def checkpoint(run: StageRun, reference: StageRun) -> Finding | None:
     """The whole state by name: weights, and the optimizer's moments."""
-    if trial.state is None:
+    if run.state is None:
         return fail("there is no checkpoint", kind="no-checkpoint")
-    if trial.saved != reference.saved:
+    if run.saved != reference.saved:
         return fail(f"the checkpoints are of steps "
-                    f"{' and '.join(trial.saved)}, not "
+                    f"{' and '.join(run.saved)}, not "
                     f"{' and '.join(reference.saved)}",
                     kind="checkpoint-steps")
-    name = trial.state.get("stage", trial.stage)
-    if name != trial.stage:
-        return fail(f"the run calls itself {name}, not {trial.stage}",
+    name = run.state.get("stage", run.stage)
+    if name != run.stage:
+        return fail(f"the run calls itself {name}, not {run.stage}",
                     kind="stage-name")
-    if trial.state["step"] != STEPS:
-        return fail(f"the last checkpoint is of step {trial.state['step']}",
+    if run.state["step"] != STEPS:
+        return fail(f"the last checkpoint is of step {run.state['step']}",
                     kind="checkpoint-step")
     if reference.state is None:
         raise ValueError("the single device has left no checkpoint")
-    mine, good = trial.state["model"], reference.state["model"]
+    mine, good = run.state["model"], reference.state["model"]
     prefix = prefix_of(mine, good)
     odd = sorted({name.removeprefix(prefix) for name in mine} ^ good.keys())
     if odd or "module." in prefix or "_orig_mod." in prefix:
@@ -119,7 +119,7 @@ def checkpoint(trial: StageTrial, reference: StageTrial) -> Finding | None:
     if not off <= 0.02 * LEARNING_RATE:
         return fail(f"the checkpoint's weights differ by up to {off:.1e}",
                     kind="checkpoint-weights")
-    off = whole(moments(trial.state), prefix).error(
+    off = whole(moments(run.state), prefix).error(
         whole(moments(reference.state)))
     if not off <= 0.01:
         return fail("the checkpoint's optimizer state has a relative error "
@@ -155,17 +155,17 @@ def moments(state: Checkpoint) -> dict[str, torch.Tensor | None]:
 
 @question("a signal to one rank ends all of them, after a checkpoint",
           ("stopped",), early=True)
-def stopping(trial: StageTrial, reference: StageTrial) -> Finding | None:
+def stopping(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether a signal to rank 0 alone ends all of them, losing nothing."""
-    ended = exits.explain(trial)
+    ended = exits.explain(run)
     if ended:
-        return fail([f"with {' '.join(map(str, trial.more))} and a signal to "
+        return fail([f"with {' '.join(map(str, run.more))} and a signal to "
                      "rank 0: ", *ended.sentence], ended.hint, ended.error,
                     kind=f"signal-{ended.kind}")
-    if len(trial.rows) == STEPS:
+    if len(run.rows) == STEPS:
         return fail("a signal to rank 0 does not end it",
                     kind="signal-ignored")
-    if trial.state is None or trial.state["step"] != len(trial.rows):
+    if run.state is None or run.state["step"] != len(run.rows):
         return fail("a signal ends it without a checkpoint",
                     kind="signal-without-checkpoint")
     return None

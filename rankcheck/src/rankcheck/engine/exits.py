@@ -1,4 +1,4 @@
-"""How a trial ended, where it did not end well: what happened, and where."""
+"""How a run ended, where it did not end well: what happened, and where."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rankcheck.engine.findings import (
 
 if TYPE_CHECKING:  # they import the fork server, or torch
     from rankcheck.engine.ranks import Rank
-    from rankcheck.engine.trial import Trial
+    from rankcheck.engine.run_record import RunRecord
 
 EFFECT = re.compile(  # words about what another rank did, or did not
     r"lost the other|onnection|gloo|Broken pipe|Unpickling|pickle|preamble|"
@@ -34,45 +34,45 @@ ON_CPU = ("let the script run on a CPU, as it does here: "
           'device = "cuda" if torch.cuda.is_available() else "cpu"')
 
 
-def explain(trial: Trial) -> Finding | None:
-    """Return a failure if a trial failed or hangs, else None."""
-    if trial.gave_up == "flood":
-        return fail(["endless output: ", *where(trial, 0)],
+def explain(run: RunRecord) -> Finding | None:
+    """Return a failure if a run failed or hangs, else None."""
+    if run.gave_up == "flood":
+        return fail(["endless output: ", *where(run, 0)],
                     kind="endless-output")
-    if trial.gave_up == "endless":
-        last = (trial.steps or 0) - 1
+    if run.gave_up == "endless":
+        last = (run.steps or 0) - 1
         return fail(f"training continues after step {last}, the last one",
                     kind="endless-training")
-    if trial.gave_up == "busy":
-        done = trial.first_step + min(map(trial.updates,
-                                          range(len(trial.ranks))))
+    if run.gave_up == "busy":
+        done = run.first_step + min(map(run.updates,
+                                          range(len(run.ranks))))
         return fail([f"step {done} is never reached, but the script runs: ",
-                     *where(trial, 0)], numbers={"step": done},
+                     *where(run, 0)], numbers={"step": done},
                     kind="no-progress")
-    if trial.gave_up == "waits":
-        return fail([f"no step in {trial.patience:.0f} s, and idle: ",
-                     *where_all(trial)], kind="idle")
-    failed = [rank for rank, end in enumerate(trial.ranks)
-              if end.status or (end.status is None and not trial.gave_up)]
-    if not failed and trial.gave_up != "hangs":
+    if run.gave_up == "waits":
+        return fail([f"no step in {run.patience:.0f} s, and idle: ",
+                     *where_all(run)], kind="idle")
+    failed = [rank for rank, end in enumerate(run.ranks)
+              if end.status or (end.status is None and not run.gave_up)]
+    if not failed and run.gave_up != "hangs":
         return None
-    said = {rank: last_words(trial, rank) for rank in failed}
+    said = {rank: last_words(run, rank) for rank in failed}
 
     def blame(rank: int) -> tuple[bool, bool]:
         """Sort those last that only saw what another rank did."""
-        killed = trial.kills and (trial.ranks[rank].status or 0) < 0
+        killed = run.kills and (run.ranks[rank].status or 0) < 0
         return killed, bool(EFFECT.search(said[rank].text))
 
     first = min(failed, default=None, key=blame)
-    mismatch = find_mismatch(trial)
+    mismatch = find_mismatch(run)
     if first is not None:
         last_said = said[first]
         if not (mismatch and EFFECT.search(last_said.text)):
             hint = ON_CPU if NO_GPU.search(last_said.text) else ""
             return fail([f"rank {first} ", *last_said.sentence], hint,
                         last_said.error, ranks=[first], kind=last_said.kind)
-    if trial.gave_up == "hangs":
-        sentence = ["it hangs: ", *where_all(trial)]
+    if run.gave_up == "hangs":
+        sentence = ["it hangs: ", *where_all(run)]
         if not mismatch:
             return fail(sentence, kind="hang")
         return fail([*sentence, "; ", *mismatch], SAME_CALLS,
@@ -80,9 +80,9 @@ def explain(trial: Trial) -> Finding | None:
     return fail(mismatch, SAME_CALLS, kind="collective-mismatch")
 
 
-def last_words(trial: Trial, rank: int) -> Finding:
+def last_words(run: RunRecord, rank: int) -> Finding:
     """Return what a rank's error output says that happened, and where."""
-    end = trial.ranks[rank]
+    end = run.ranks[rank]
     err = re.sub(r"^\[rank\d+\]: ", "", error_output(end),
                  flags=re.MULTILINE)  # torch's
     lines = [line for line in err.splitlines() if line.strip()]
@@ -91,14 +91,14 @@ def last_words(trial: Trial, rank: int) -> Finding:
         return fail(f"ended with an error: {own[-1]}", kind="error")
     if end.status is not None and end.status < 0:  # by no error of Python
         name = name_signal(-end.status)
-        return fail([f"was killed by {name}, ", *where(trial, rank)],
+        return fail([f"was killed by {name}, ", *where(run, rank)],
                     kind="killed")
     errors = [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception"
                                                  r"|Exit|Interrupt)\b", line)]
     words = (errors or lines or ["no message"])[-1].strip()
     if errors and words.endswith("Error:"):  # the cause has the message
         words = errors[0]
-    places = own_places(trial, err)
+    places = own_places(run, err)
     return fail([f"ended with an error: {shorten(words)}", *in_brackets(
         places[-1:])], error=words if errors else "", kind="error")
 
@@ -142,11 +142,11 @@ def in_brackets(places: Iterable[Fragment]) -> list[Fragment]:
     return fragments
 
 
-def own_places(trial: Trial, err: str) -> list[Fragment]:
+def own_places(run: RunRecord, err: str) -> list[Fragment]:
     """Return the `Line`s of the script, and those of modules beside it, in a
     stack.
     """
-    script, folder = str(trial.script), f"{trial.script.parent}/"
+    script, folder = str(run.script), f"{run.script.parent}/"
     places: list[Fragment] = []
     for file, line in re.findall(r'File "(.*)", line (\d+)', err):
         installed = "/site-packages/" in file or TOOLS in file
@@ -157,56 +157,56 @@ def own_places(trial: Trial, err: str) -> list[Fragment]:
     return places
 
 
-def where(trial: Trial, rank: int) -> list[Fragment]:
+def where(run: RunRecord, rank: int) -> list[Fragment]:
     """Say what a rank does, or did last, by its stack and record."""
-    if trial.ranks[rank].status == 0:
+    if run.ranks[rank].status == 0:
         return [f"rank {rank} has ended"]
     # what came before it may be of an error that the script has caught
-    err = trial.ranks[rank].err.rpartition("Stack (most recent call")[2]
+    err = run.ranks[rank].err.rpartition("Stack (most recent call")[2]
     stack = re.findall(r'File "(.*)", line (\d+) in (\S+)', err)
-    lines = own_places(trial, err)
+    lines = own_places(run, err)
     if lines:
         function = stack[0][2] if stack else ""
         for file, _, name in stack:  # of torch or MPI, if it is in one
-            if file.endswith(trial.waiting_files) and name != "wrapper":
+            if file.endswith(run.waiting_files) and name != "wrapper":
                 function = name
         return [f"rank {rank} is in ", lines[0], f" ({function})"]
-    calls = [call for call in trial.calls(rank) if call["lines"]]
+    calls = [call for call in run.calls(rank) if call["lines"]]
     if calls:
         return [f"rank {rank} after ", Line(calls[-1]["lines"][0][0])]
-    return [f"rank {rank} after ", count_of(trial.updates(rank), "step")]
+    return [f"rank {rank} after ", count_of(run.updates(rank), "step")]
 
 
-def where_all(trial: Trial) -> list[Fragment]:
+def where_all(run: RunRecord) -> list[Fragment]:
     """Say what each rank does, or did last."""
-    sentence = where(trial, 0)
-    for rank in range(1, len(trial.ranks)):
-        sentence += [", ", *where(trial, rank)]
+    sentence = where(run, 0)
+    for rank in range(1, len(run.ranks)):
+        sentence += [", ", *where(run, rank)]
     return sentence
 
 
-def find_mismatch(trial: Trial) -> list[Fragment]:
+def find_mismatch(run: RunRecord) -> list[Fragment]:
     """Say where the ranks first call different collectives, [] if nowhere."""
-    if not trial.alike:
+    if not run.alike:
         return []
-    calls = [[call for call in trial.calls(rank) if call["call"] not in TO_ONE]
-             for rank in range(len(trial.ranks))]
+    calls = [[call for call in run.calls(rank) if call["call"] not in TO_ONE]
+             for rank in range(len(run.ranks))]
     for row in zip_longest(*calls):
         kinds = [call and (call["call"], call["elements"], call["lines"][:1])
                  for call in row]
         for rank, kind in enumerate(kinds):
             if kind != kinds[0]:
                 return ["collective mismatch: ",
-                        *describe(trial, 0, row[0]), ", but ",
-                        *describe(trial, rank, row[rank])]
+                        *describe(run, 0, row[0]), ", but ",
+                        *describe(run, rank, row[rank])]
     return []
 
 
-def describe(trial: Trial, rank: int, call: Event | None) -> list[Fragment]:
+def describe(run: RunRecord, rank: int, call: Event | None) -> list[Fragment]:
     """Say which collective a rank calls. call: None if it calls no more."""
     if call is None:
-        if trial.records[rank] and trial.asked("left", rank):
-            steps = count_of(trial.updates(rank), "step")
+        if run.records[rank] and run.asked("left", rank):
+            steps = count_of(run.updates(rank), "step")
             return [f"rank {rank} has finished its {steps}"]
         return [f"rank {rank} makes no further collective call"]
     if not call["lines"]:

@@ -22,7 +22,7 @@ from rankcheck.engine.scratch import full, scratch_folder
 if TYPE_CHECKING:
     from typing import Unpack  # new in Python 3.11
 
-    from rankcheck.engine.trial import AnyTrial
+    from rankcheck.engine.run_record import AnyRunRecord
 
 LITTLE = 1e6  # bytes; with no more than that left, a file may not be whole
 
@@ -44,14 +44,14 @@ class Workspace:
         """The folder for the runs' temporary files."""
         return self.folder / "tmp"
 
-    def run(self, trial: AnyTrial, flags: Iterable[Flag], seen: Path,
+    def run(self, run: AnyRunRecord, flags: Iterable[Flag], seen: Path,
             say: Callable[[str], None], budget: Budget, *,
             sandbox: Sandbox, remedy: str, env: Mapping[str, str],
-            **options: Unpack[RunOptions]) -> AnyTrial:
-        """Run a trial's script once, in a sandbox and watched.
+            **options: Unpack[RunOptions]) -> AnyRunRecord:
+        """Run the script of a record once, in a sandbox and watched.
 
         Args:
-            trial: which is filled with what came.
+            run: which is filled with what came.
             flags: of the script.
             seen: the folder of the ranks' records.
             say: is told what it waits for.
@@ -63,25 +63,25 @@ class Workspace:
                 for the folders.
 
         Returns:
-            The trial.
+            The run.
 
         Raises:
             InternalError: a probe raised an exception.
             UserError: the script would have changed files, or there is no
                 room for its own.
         """
-        from rankcheck.engine.trial import watch  # imports torch
+        from rankcheck.engine.run_record import watch  # imports torch
 
         options["probes"] = [sandbox, *options.get("probes", ())]
         options["cwd"] = str(sandbox.name(Path.cwd()))
         options["within"] = self.folder
-        trial = watch(trial, flags, seen, say, budget, env=env, **options)
+        run = watch(run, flags, seen, say, budget, env=env, **options)
         sandbox.require_kept(remedy)
-        came_to_end = all(trial.records) and not any(
-            rank.status for rank in trial.ranks)
+        came_to_end = all(run.records) and not any(
+            rank.status for rank in run.ranks)
         if not came_to_end and shutil.disk_usage(self.folder).free < LITTLE:
             raise full(self.folder.parent)
-        return trial
+        return run
 
 
 @contextlib.contextmanager

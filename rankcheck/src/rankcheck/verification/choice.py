@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from rankcheck.engine.findings import Finding, ok, warn
-from rankcheck.engine.trial import Trial
+from rankcheck.engine.run_record import RunRecord
 from rankcheck.verification.comparison import (
     Comparison,
     compare_batches,
@@ -138,15 +138,15 @@ def reads_again(comparison: Comparison) -> Repetition:
 
     Those of strings: each rank has its own, and so has each start.
     """
-    def samples(trial: Trial) -> list[list[str]]:
-        return [update["samples"] for update in comparison.view(trial)[0]]
+    def samples(run: RunRecord) -> list[list[str]]:
+        return [update["samples"] for update in comparison.view(run)[0]]
 
     def reads_the_same(name: str) -> bool | None:
         """Return None if that was not seen."""
-        trial, ended = comparison.runs(name)
+        run, ended = comparison.runs(name)
         if ended:
             return None
-        return samples(trial) == [
+        return samples(run) == [
             update["samples"] for update in comparison.single]
 
     if reads_the_same("hashes") is not False:

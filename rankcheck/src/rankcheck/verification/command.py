@@ -29,7 +29,7 @@ from rankcheck.system.version import require_torch
 from rankcheck.verification.program import Program, read
 
 if TYPE_CHECKING:  # they import torch
-    from rankcheck.engine.trial import Trial
+    from rankcheck.engine.run_record import RunRecord
     from rankcheck.verification.runs import PlannedRun
 
 MOST = 64  # processes on this machine's CPU
@@ -274,7 +274,7 @@ class Experiment:
     preload: Sequence[str]
     say: Callable[[str], None]
 
-    def start(self, planned: PlannedRun) -> Trial:
+    def start(self, planned: PlannedRun) -> RunRecord:
         """Start the program, watch it, and return the result.
 
         Raises:
@@ -282,7 +282,7 @@ class Experiment:
             UserError: the script could not be run.
         """
         from rankcheck.engine.exits import explain
-        from rankcheck.engine.trial import SECONDS, Trial
+        from rankcheck.engine.run_record import SECONDS, RunRecord
         from rankcheck.record import training
 
         program, folder = self.program, self.workspace.folder
@@ -303,9 +303,9 @@ class Experiment:
         # of how many updates the modules' outputs are recorded
         outputs = {"": 1, "still": self.size}.get(kind, 0)
         hidden = {} if self.device == "gpu" else ON_CPU
-        trial = self.workspace.run(
-            Trial(script), program.with_size(size, name, planned.flags), seen,
-            self.say, Budget(SECONDS, idle=IDLE, patience=self.patience),
+        run = self.workspace.run(
+            RunRecord(script), program.with_size(size, name, planned.flags),
+            seen, self.say, Budget(SECONDS, idle=IDLE, patience=self.patience),
             sandbox=copy, remedy=REMEDY,
             env=TORCHRUN | scratch.quiet_environment(temporary, hidden),
             world_size=size, module=program.module,
@@ -315,15 +315,15 @@ class Experiment:
                 outputs),
             nodes=2 if kind == "nodes" else 1,
             preload=self.preload, hashes=int(kind == "hashes"))
-        if trial.gave_up == "waits":
-            raise NotCompared(self.describe_idle_run(size, explain(trial)))
+        if run.gave_up == "waits":
+            raise NotCompared(self.describe_idle_run(size, explain(run)))
         if kind != "saved":
             shutil.rmtree(copy.top, ignore_errors=True)  # large checkpoints
-        trial.script, trial.copy = program.script, copy.top
-        for rank in trial.ranks:
+        run.script, run.copy = program.script, copy.top
+        for rank in run.ranks:
             rank.out = copy.as_known(rank.out)
             rank.err = copy.as_known(rank.err)
-        return trial
+        return run
 
     def describe_idle_run(self, size: int, ended: Finding | None) -> str:
         """Say what the ranks of a run waited in."""

@@ -12,7 +12,7 @@ import torch
 
 from rankcheck.engine.findings import Finding, fail
 from rankcheck.engine.questions import Question
-from rankcheck.engine.trial import Trial
+from rankcheck.engine.run_record import RunRecord
 from rankcheck.record.rank_record import RankRecord
 from rankcheck.record.tensors import names, put_together, whole_here, without
 from rankcheck.verification.locate import OutputComparison, compare_outputs
@@ -78,9 +78,9 @@ class Comparison:
     """
 
     runs: Runs
-    alone: Trial | None
-    together: Trial
-    still: Trial | None = None
+    alone: RunRecord | None
+    together: RunRecord
+    still: RunRecord | None = None
     columns: bool = False
     apart: str = ""
     compared: int | None = None
@@ -121,14 +121,14 @@ class Comparison:
             self.together.all_records, single.record_of(0),
             "columns" if self.columns else "rows", self.split, self.loosely)
 
-    def view(self, trial: Trial) -> list[list[Update]]:
+    def view(self, run: RunRecord) -> list[list[Update]]:
         """Return what each rank has recorded of its updates.
 
         With its samples, but without the tensors that are split by hand:
         nothing says which part of one a rank has.
         """
         return [[self.view_update(update) for update in record.updates]
-                for record in trial.all_records]
+                for record in run.all_records]
 
     def view_update(self, update: Update) -> Update:
         samples = update["columns" if self.columns else "rows"]
@@ -283,7 +283,7 @@ def decisions(record: RankRecord) -> list[str]:
     return made
 
 
-def find_skips(trial: Trial) -> list[Finding]:
+def find_skips(run: RunRecord) -> list[Finding]:
     """Return a failure where a rank makes an update that another leaves out.
 
     Where both have come to their last update, one of them has thrown more
@@ -291,8 +291,8 @@ def find_skips(trial: Trial) -> list[Finding]:
     """
     # one that has died has left no record
     each = {rank: decisions(record)
-            for rank, record in enumerate(trial.records) if record}
-    ended = {rank for rank in each if trial.asked("left", rank)}
+            for rank, record in enumerate(run.records) if record}
+    ended = {rank for rank in each if run.asked("left", rank)}
     first = min(each, default=0)
     for rank, mine in each.items():
         if len(mine) != len(each[first]) and {rank, first} <= ended:
@@ -316,7 +316,7 @@ def find_skips(trial: Trial) -> list[Finding]:
     return []
 
 
-def find_split(alone: Trial, together: Trial, ended: Finding | None
+def find_split(alone: RunRecord, together: RunRecord, ended: Finding | None
                ) -> frozenset[str]:
     """Return the parameters that are others, or smaller, than with one
     process.
@@ -357,7 +357,7 @@ def all_shapes(record: RankRecord) -> dict[str, tuple[int, ...]]:
     return {**record.model, **record.shapes}
 
 
-def find_extra(alone: Trial, together: Trial) -> set[str]:
+def find_extra(alone: RunRecord, together: RunRecord) -> set[str]:
     """Return the parameters that each rank has whole, and one process has not.
 
     Their ranks have all of one process's parameters beside them, and begin

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rankcheck.engine.exits import ON_CPU, explain
 from rankcheck.engine.findings import Finding, count_of, fail, warn
-from rankcheck.engine.trial import Trial
+from rankcheck.engine.run_record import RunRecord
 from rankcheck.system.errors import NotCompared
 
 STOOD_IN = ("check whether this happens on GPUs as well: they were simulated "
@@ -80,10 +80,10 @@ class RunOutcome(NamedTuple):
     """The result of a run, and what is to be said of its end, if anything.
 
     Of a run in which the ranks were idle for too long nothing is known, but
-    that its trial gave up, as it "waits".
+    that its run gave up, as it "waits".
     """
 
-    trial: Trial
+    run: RunRecord
     ended: Finding | None
 
 
@@ -100,7 +100,7 @@ class Runs:
             None.
     """
 
-    def __init__(self, start: Callable[[PlannedRun], Trial], size: int,
+    def __init__(self, start: Callable[[PlannedRun], RunRecord], size: int,
                  steps: int, device: str = "cpu",
                  resume_flags: Sequence[str] | None = None) -> None:
         """start: starts the script, watches it and returns the result."""
@@ -131,17 +131,17 @@ class Runs:
         if name == "still":
             steps *= self.size
         is_compared = name in ("alone", "together")
-        run = PlannedRun(size, steps - fewer, "" if is_compared else name,
-                         flags or (), self.gpus)
+        planned = PlannedRun(size, steps - fewer, "" if is_compared else name,
+                             flags or (), self.gpus)
         try:
-            trial = self.start(run)
+            run = self.start(planned)
             outcome = RunOutcome(
-                trial, how_it_ends(trial, kind.words.format(size=size)))
+                run, how_it_ends(run, kind.words.format(size=size)))
         except NotCompared as error:
             if is_compared and (name, False) not in self.made:
                 raise  # nothing is compared without it
             self.waited = error
-            outcome = RunOutcome(Trial(Path(), gave_up="waits"),
+            outcome = RunOutcome(RunRecord(Path(), gave_up="waits"),
                                  warn(str(error), "", kind="idle"))
         self.made[key] = outcome
         return outcome
@@ -150,10 +150,10 @@ class Runs:
         """Return the first run of a script, as it is or else with a CPU in a
         GPU's place, where it fails only as it is.
         """
-        trial, ended = self(name)
-        if (not ended or trial.gave_up or trial.killed
+        run, ended = self(name)
+        if (not ended or run.gave_up or run.killed
                 or self.device == "gpu"):
-            return RunOutcome(trial, ended)
+            return RunOutcome(run, ended)
         self.gpus = True
         other, fails = self(name)
         self.gpus = not fails
@@ -162,7 +162,7 @@ class Runs:
         # {run} in a flag is another name there
         if (other.gave_up == "waits"
                 or fails.text.replace("-gpus", "") == ended.text):
-            return RunOutcome(trial, ended)  # it came no farther
+            return RunOutcome(run, ended)  # it came no farther
         advice = fails.advice.replace(ON_CPU, "")
         if advice:
             advice += " " if advice.endswith("?") else "; "
@@ -170,47 +170,47 @@ class Runs:
         return RunOutcome(other, fails)
 
 
-def how_it_ends(trial: Trial, words: str = "") -> Finding | None:
-    """Return a finding if a trial failed or made no update, else None.
+def how_it_ends(run: RunRecord, words: str = "") -> Finding | None:
+    """Return a finding if a run failed or made no update, else None.
 
     words: how the finding's sentence begins.
     """
-    finding = explain(trial)
+    finding = explain(run)
     if finding:
         finding.sentence.insert(0, words)
         for error, hint in HINTS:
             if error in finding.error:
                 finding.hint = [hint]
                 break
-        if any(record and trial.asked("spawn", rank)
-               for rank, record in enumerate(trial.records)):
+        if any(record and run.asked("spawn", rank)
+               for rank, record in enumerate(run.records)):
             finding.hint = [SPAWNS]
         return finding
-    if all(record and record.updates for record in trial.records):
+    if all(record and record.updates for record in run.records):
         return None
     text = f"{words}no PyTorch optimizer makes a step"
-    lines = [line for line in trial.ranks[0].out.splitlines() if line.strip()]
+    lines = [line for line in run.ranks[0].out.splitlines() if line.strip()]
     if lines:
         text += f'; last line of output: "{lines[-1][:200]}"'
     return fail(text, "check that it trains with these flags, and does not "
                 "start processes itself", kind="no-step")
 
 
-def reduces(trial: Trial) -> bool:
+def reduces(run: RunRecord) -> bool:
     """Return whether a rank sends others anything of which they take a mean.
     """
-    updates = [update for record in trial.records if record
+    updates = [update for record in run.records if record
                for update in record.updates]
     return any(update["reduced"] or update.get("within")
                for update in updates)
 
 
-def count_updates(trial: Trial) -> list[Finding]:
+def count_updates(run: RunRecord) -> list[Finding]:
     """Return a failure if the ranks have not made as many updates."""
-    if any(record and trial.asked("join", rank)
-           for rank, record in enumerate(trial.records)):
+    if any(record and run.asked("join", rank)
+           for rank, record in enumerate(run.records)):
         return []  # they need not
-    made = [trial.updates(rank) for rank in range(len(trial.records))]
+    made = [run.updates(rank) for rank in range(len(run.records))]
     for rank, count in enumerate(made):
         if abs(count - made[0]) > 1 or min(made[0], count) == 0 < max(made):
             return [fail(f"rank {rank} makes {count_of(count, 'step')}, "

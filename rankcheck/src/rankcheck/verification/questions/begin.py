@@ -41,12 +41,12 @@ def leftovers(case: Comparison) -> list[Finding]:
     """
     results: set[str] = set()
     reused: set[str] = set()
-    for trial in (case.alone, case.together, case.still):
-        if trial is None:
+    for run in (case.alone, case.together, case.still):
+        if run is None:
             continue
-        for record in trial.all_records:
+        for record in run.all_records:
             reused |= results.intersection(record.read)
-        for record in trial.all_records:
+        for record in run.all_records:
             results.update(record.results)
     if not reused:
         return []

@@ -21,7 +21,7 @@ from rankcheck.engine.findings import (
     percent,
     warn,
 )
-from rankcheck.engine.trial import Trial
+from rankcheck.engine.run_record import RunRecord
 from rankcheck.record.tensors import put_together
 from rankcheck.verification.comparison import (
     GRADIENT,
@@ -95,16 +95,16 @@ class TwoNodes:
 
     Attributes:
         case: with the run on one node.
-        trial: the run as two.
+        run: the run as two.
     """
 
     case: Comparison
-    trial: Trial
+    run: RunRecord
 
     @cached_property
     def pairs(self) -> list[tuple[Updates, Updates]]:
         """What the ranks recorded as two nodes, and on one, by update."""
-        updates = zip(*self.case.view(self.trial), strict=False)
+        updates = zip(*self.case.view(self.run), strict=False)
         return list(zip(updates, self.case.updates, strict=False))
 
     def node(self, rank: int) -> int:
@@ -156,8 +156,8 @@ def all_on_the_first(case: Comparison) -> bool:
           where=lambda case: why_not(case) == NOT_YET)
 def as_two_nodes(case: Comparison) -> Iterator[Finding]:
     """Answer whether the ranks train as two nodes as they do on one."""
-    trial, ended = case.runs("nodes", fewer=max(0, case.runs.steps - STEPS))
-    if ended and trial.gave_up == "waits":
+    run, ended = case.runs("nodes", fewer=max(0, case.runs.steps - STEPS))
+    if ended and run.gave_up == "waits":
         yield ended
         return
     if ended and refuses(ended, case.together.script):
@@ -166,7 +166,7 @@ def as_two_nodes(case: Comparison) -> Iterator[Finding]:
                  kind="nodes-refused")
         return
     if not ended:
-        uneven = count_updates(trial)
+        uneven = count_updates(run)
         if uneven:
             ended = uneven[0]
             ended.sentence.insert(0, "on two nodes, ")
@@ -178,7 +178,7 @@ def as_two_nodes(case: Comparison) -> Iterator[Finding]:
         ended.learned = {"nodes": ""}
         yield ended
         return
-    both = TwoNodes(case, trial)
+    both = TwoNodes(case, run)
     found = [*samples(both), *samplers(both), *weights(both),
              *optimizer_settings(both)]
     if not found:
@@ -237,7 +237,7 @@ def samplers(both: TwoNodes) -> list[Finding]:
     """Say whether they have other seeds, or take parts of other data."""
     for name, kind in ("seed", "seeds"), ("subset", "subsets of the data"):
         one = sampler_values(both.case.together, both.case.size, name)
-        two = sampler_values(both.trial, both.case.size, name)
+        two = sampler_values(both.run, both.case.size, name)
         if len(two) > 1 >= len(one):
             return [fail(
                 f"on two nodes the ranks' DistributedSamplers have different "
@@ -247,14 +247,14 @@ def samplers(both: TwoNodes) -> list[Finding]:
     return []
 
 
-def sampler_values(trial: Trial, size: int, name: str) -> set[object]:
+def sampler_values(run: RunRecord, size: int, name: str) -> set[object]:
     """Return what each rank's first DistributedSampler has recorded.
 
     Args:
         size: the number of ranks.
         name: of a field of `SamplerStart`.
     """
-    firsts = flatten(sampler_starts(trial, rank)[:1] for rank in range(size))
+    firsts = flatten(sampler_starts(run, rank)[:1] for rank in range(size))
     return {getattr(start, name) for start in firsts}
 
 
@@ -290,7 +290,7 @@ def optimizer_settings(both: TwoNodes) -> list[Finding]:
                     f"step {step}, on one node {good_rates[0]:.3g}", "check "
                     f"whether it depends on LOCAL_WORLD_SIZE: {RANKS}",
                     kind="nodes-learning-rate")]
-    found = differences(by_parameter(both.trial.record_of(0)),
+    found = differences(by_parameter(both.run.record_of(0)),
                         by_parameter(both.case.together.record_of(0)))
     for difference, names in found.items():
         return [warn(
@@ -309,7 +309,7 @@ def gradients(both: TwoNodes) -> list[Finding]:
     """
     case = both.case
     if case.apart or case.split or any(
-            record.draws for record in both.trial.all_records):
+            record.draws for record in both.run.all_records):
         return []
     pairs = both.pairs[:case.compared]
     for step, (two, one) in enumerate(pairs):
@@ -364,10 +364,10 @@ def files(both: TwoNodes) -> Iterator[Finding]:
     known = {file.opener for file in find_written(both.case.together)
              if len(file.ranks) > 1}
     found: dict[Opener, list[WrittenFile]] = {}
-    for file in find_written(both.trial):
+    for file in find_written(both.run):
         nodes = {both.node(rank) for rank in file.ranks}
         if len(nodes) > 1 and file.opener not in known and not is_local(
-                file.path, both.trial):
+                file.path, both.run):
             found.setdefault(file.opener, []).append(file)
     for opener, written in found.items():
         names = ", ".join(sorted({Path(file.path).name
@@ -384,21 +384,21 @@ def files(both: TwoNodes) -> Iterator[Finding]:
         yield finding
 
 
-def find_written(trial: Trial) -> list[WrittenFile]:
+def find_written(run: RunRecord) -> list[WrittenFile]:
     """Return the files that ranks write, one for each opener of each."""
     found: dict[tuple[Opener, str], list[int]] = {}
-    for rank, record in enumerate(trial.all_records):
+    for rank, record in enumerate(run.all_records):
         for path, opener in record.written.items():
             found.setdefault((opener, path), []).append(rank)
     return [WrittenFile(path, opener, ranks)
             for (opener, path), ranks in found.items()]
 
 
-def is_local(path: str, trial: Trial) -> bool:
+def is_local(path: str, run: RunRecord) -> bool:
     """Return whether a file is where each node usually has its own."""
-    if path.startswith(f"{trial.copy}/"):
+    if path.startswith(f"{run.copy}/"):
         return False
-    temporary = f"{Path(trial.copy).parent}/tmp-nodes/"
+    temporary = f"{Path(run.copy).parent}/tmp-nodes/"
     return path.startswith((*LOCAL, temporary))
 
 
@@ -409,25 +409,25 @@ def caches(both: TwoNodes) -> list[Finding]:
     """
     nodes: dict[str, set[int]] = {}  # by path: which have written it
     openers: dict[str, int] = {}
-    for file in find_written(both.trial):
-        if isinstance(file.opener, int) and is_local(file.path, both.trial):
+    for file in find_written(both.run):
+        if isinstance(file.opener, int) and is_local(file.path, both.run):
             nodes.setdefault(file.path, set()).update(
                 map(both.node, file.ranks))
             openers[file.path] = file.opener
-    for rank, record in enumerate(both.trial.all_records):
+    for rank, record in enumerate(both.run.all_records):
         for path in record.read:
             if path in nodes and both.node(rank) not in nodes[path]:
-                return [reads_of_other_node(both.trial, rank, path,
+                return [reads_of_other_node(both.run, rank, path,
                                             openers[path])]
     return []
 
 
-def reads_of_other_node(trial: Trial, rank: int, path: str, opener: int
+def reads_of_other_node(run: RunRecord, rank: int, path: str, opener: int
                         ) -> Finding:
     """Say that a rank reads what the other node alone has written."""
     place = Path(path)
     where = str(place.parent)
-    if where.startswith(f"{Path(trial.copy).parent}/"):
+    if where.startswith(f"{Path(run.copy).parent}/"):
         where = "the temporary folder"
     finding = warn(
         f"on two nodes, rank {rank} reads {place.name} in {where}, which only "
@@ -445,7 +445,7 @@ def devices(both: TwoNodes) -> list[Finding]:
     ranks. A real one may have more, where a larger number is no error.
     """
     count = both.case.size // 2
-    for rank, record in enumerate(both.trial.all_records):
+    for rank, record in enumerate(both.run.all_records):
         beyond = [number for number in record.devices if number >= count]
         if beyond:
             return [fail(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from rankcheck.engine.findings import Line
-from rankcheck.engine.trial import Trial
+from rankcheck.engine.run_record import RunRecord
 from rankcheck.verification.comparison import Update
 
 # What several ranks, or one process in several updates, have recorded: for
@@ -41,9 +41,9 @@ class SamplerStart(NamedTuple):
     subset: str | bool
 
 
-def sampler_starts(trial: Trial, rank: int) -> list[SamplerStart]:
+def sampler_starts(run: RunRecord, rank: int) -> list[SamplerStart]:
     """Return each start of a DistributedSampler on a rank, in their order."""
-    return [SamplerStart(*start) for start in trial.asked("sampler", rank)]
+    return [SamplerStart(*start) for start in run.asked("sampler", rank)]
 
 
 def places_of(opener: Opener) -> list[Line]:

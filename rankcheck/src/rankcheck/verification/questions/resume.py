@@ -20,7 +20,7 @@ from rankcheck.engine.findings import (
     percent,
     warn,
 )
-from rankcheck.engine.trial import Trial
+from rankcheck.engine.run_record import RunRecord
 from rankcheck.record.tensors import names as names_of
 from rankcheck.record.tensors import put_together, relative_error
 from rankcheck.verification.comparison import Comparison, question
@@ -94,9 +94,9 @@ def count_made(updates: Updates, at: int) -> int:
     return sum(update["optimizer"] == number for update in updates[:at])
 
 
-def by_update(trial: Trial) -> list[Updates]:
+def by_update(run: RunRecord) -> list[Updates]:
     """Return what all ranks have recorded of each update."""
-    return list(zip(*(record.updates for record in trial.all_records),
+    return list(zip(*(record.updates for record in run.all_records),
                     strict=False))
 
 

@@ -1,4 +1,4 @@
-"""Makes the check's trials: a stage's script, watched, and what it leaves."""
+"""Makes the check's runs: a stage's script, watched, and what it leaves."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 from rankcheck.engine import sandbox
 from rankcheck.engine.hang_detector import Budget
 from rankcheck.engine.ranks import Flag
+from rankcheck.engine.run_record import RunRecord
 from rankcheck.engine.scratch import quiet_environment
-from rankcheck.engine.trial import Trial
 from rankcheck.engine.workspace import Workspace
 from rankcheck.system.errors import KILLED, require
 from workshop.check import probe
@@ -27,7 +27,7 @@ from workshop.check.plan import (
     RESUMED,
     STEPS,
     Mesh,
-    PlannedTrial,
+    PlannedRun,
     make_dataset,
 )
 from workshop.jobs.mpirun import launcher_of
@@ -38,21 +38,21 @@ FEW = ("--microbatch-size", MINIBATCH // 2)
 INTERPRETED = 5  # times as much CPU time, at least
 COMPILING = 100.0  # seconds of a CPU on each rank: 7, if nothing is in a cache
 # CPU seconds that the single device's steps take before they are measured,
-# and times as many that a trial may take. An idle machine needs 2 to 4 s.
+# and times as many that a run may take. An idle machine needs 2 to 4 s.
 FIRST, TIMES = 20.0, 6
 
 Checkpoint = dict[str, Any]  # as a stage saves it
 
 
 @dataclass(kw_only=True)
-class StageTrial(Trial):
-    """A trial of a stage's script, with what its run's folder holds.
+class StageRun(RunRecord):
+    """A run of a stage's script, with what its run's folder holds.
 
     Attributes:
         stage: the name of the stage that the script should be.
         mesh: its processes.
         source: of the script.
-        more: flags of this trial alone.
+        more: flags of this run alone.
         rows: of metrics.csv, a value by the name of its column.
         state: the last checkpoint; None if there is none, or it is damaged.
         saved: the steps of all checkpoints that are left.
@@ -91,13 +91,13 @@ class StageTrial(Trial):
 
 
 class Bench:
-    """A place for trials of one script, as it was read, with a dataset.
+    """A place for runs of one script, as it was read, with a dataset.
 
     Attributes:
         workspace: where its runs are made.
         stage: the name of the stage that the script should be.
         script: its copy, which the ranks run.
-        reference: the single device's trial, once that is known.
+        reference: the single device's run, once that is known.
     """
 
     def __init__(self, workspace: Workspace, stage: str, script: Path,
@@ -113,7 +113,7 @@ class Bench:
             data: its content.
             say: is told what a run waits for.
             copy: the sandbox in which the ranks run; None: a new one.
-            folder: for the trials; None: the workspace's.
+            folder: for the runs; None: the workspace's.
         """
         self.workspace, self.stage, self.say = workspace, stage, say
         self.folder = folder or workspace.folder
@@ -127,7 +127,7 @@ class Bench:
             self.preload.append("backstage.lightning")
         (self.folder / "data").mkdir()
         make_dataset(self.folder / "data")
-        self.reference: StageTrial | None = None
+        self.reference: StageRun | None = None
         self.parts = 0
         self.copy = copy or sandbox.make(workspace.folder, "copy",
                                          self.script)
@@ -150,50 +150,51 @@ class Bench:
         bench.reference = self.reference
         return bench
 
-    def make(self, planned: PlannedTrial) -> StageTrial:
-        """Make a trial; if it hangs, make it anew.
+    def make(self, planned: PlannedRun) -> StageRun:
+        """Make a run; if it hangs, make it anew.
 
         In rare cases Open MPI 4 hangs before the script begins.
 
         Raises:
             UserError: the script could not be run.
         """
-        trial = self.make_once(planned)
-        if trial.gave_up in ("hangs", "unstarted"):
+        run = self.make_once(planned)
+        if run.gave_up in ("hangs", "unstarted"):
             shutil.rmtree(self.folder / planned.name, ignore_errors=True)
-            trial = self.make_once(planned)
+            run = self.make_once(planned)
         size = planned.mesh.size
-        require(trial.gave_up != "unstarted", "mpirun does not start the "
+        require(run.gave_up != "unstarted", "mpirun does not start the "
                 f"processes: does `mpirun -n {size} hostname` print {size} "
                 "lines?")
-        return trial
+        return run
 
-    def make_once(self, planned: PlannedTrial) -> StageTrial:
+    def make_once(self, planned: PlannedRun) -> StageRun:
         if planned.kind != "resumed":
             return self.try_out(planned)
         # the first run, as it was in the middle
-        run = shutil.copytree(self.folder / "1", self.folder / planned.name)
-        file, *later = sorted(run.glob("checkpoints/step_*.pt"))
+        run_folder = shutil.copytree(
+            self.folder / "1", self.folder / planned.name)
+        file, *later = sorted(run_folder.glob("checkpoints/step_*.pt"))
         for one in later:
             one.unlink()
         state = torch.load(file, weights_only=True)
-        trial = self.try_out(planned)
-        trial.first_step, trial.resumed = RESUMED, state
-        return trial
+        run = self.try_out(planned)
+        run.first_step, run.resumed = RESUMED, state
+        return run
 
-    def try_out(self, planned: PlannedTrial) -> StageTrial:
+    def try_out(self, planned: PlannedRun) -> StageRun:
         """Run the script, or its operations alone, under observation."""
         script, flags, mesh = self.script, planned.flags, planned.mesh
         if planned.kind == "operations":
             script = Path(__file__).with_name("operations.py")
             flags = (self.script,)
-        run = self.folder / planned.name
+        run_folder = self.folder / planned.name
         seen = self.folder / f"{planned.name}-seen"
         few = FEW if STAGES[self.stage].kernels else ()
-        trial = self.workspace.run(
-            StageTrial(script, stage=self.stage, mesh=mesh),
-            (*FLAGS, *few, "--data", self.folder / "data", "--run-dir", run,
-             *mesh.flags(), *flags),
+        run = self.workspace.run(
+            StageRun(script, stage=self.stage, mesh=mesh),
+            (*FLAGS, *few, "--data", self.folder / "data",
+             "--run-dir", run_folder, *mesh.flags(), *flags),
             seen, self.say,
             Budget(self.allow(planned), endless=3 * STEPS),
             sandbox=self.copy,
@@ -201,17 +202,17 @@ class Bench:
             env=quiet_environment(self.workspace.temporary),
             world_size=mesh.size if mesh.size > 1 else None,
             nodes=mesh.nodes, launcher=launcher_of(self.stage),
-            probes=probe.probes(run, planned.kind == "stopped",
+            probes=probe.probes(run_folder, planned.kind == "stopped",
                                 self.uses_lightning),
             record=probe.CourseRecord, preload=self.preload, place=self.place)
-        require(trial.kills or not trial.killed, KILLED)
-        trial.source, trial.more = script.read_bytes(), flags
-        self.collect(trial, run)
+        require(run.kills or not run.killed, KILLED)
+        run.source, run.more = script.read_bytes(), flags
+        self.collect(run, run_folder)
         shutil.rmtree(seen)
-        return trial
+        return run
 
-    def allow(self, planned: PlannedTrial) -> float:
-        """Return how many seconds of a CPU a step of a trial may take."""
+    def allow(self, planned: PlannedRun) -> float:
+        """Return how many seconds of a CPU a step of a run may take."""
         needed = FIRST
         if self.reference:
             needed = max(1.0, self.reference.cpu)
@@ -222,14 +223,14 @@ class Bench:
             allowed += COMPILING
         return allowed
 
-    def collect(self, trial: StageTrial, run: Path) -> None:
+    def collect(self, run: StageRun, run_folder: Path) -> None:
         """Read what the run's folder holds."""
-        if (run / "metrics.csv").exists():
-            with open(run / "metrics.csv", newline="") as file:
-                trial.rows = list(csv.DictReader(file))
-        files = sorted(run.glob("checkpoints/step_*.pt"))
-        trial.saved = [file.stem.removeprefix("step_").lstrip("0")
+        if (run_folder / "metrics.csv").exists():
+            with open(run_folder / "metrics.csv", newline="") as file:
+                run.rows = list(csv.DictReader(file))
+        files = sorted(run_folder.glob("checkpoints/step_*.pt"))
+        run.saved = [file.stem.removeprefix("step_").lstrip("0")
                        for file in files]
         if files:
             with contextlib.suppress(Exception):  # whatever it may write there
-                trial.state = torch.load(files[-1], weights_only=True)
+                run.state = torch.load(files[-1], weights_only=True)

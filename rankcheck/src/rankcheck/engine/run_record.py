@@ -1,4 +1,4 @@
-"""A trial: a script is started once, watched, and what came is collected."""
+"""A run: a script is started once, watched, and what came is collected."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from rankcheck.system.errors import InternalError
 if TYPE_CHECKING:
     from typing import Unpack  # new in Python 3.11
 
-SECONDS = 900  # after which a trial is ended, whatever it does
+SECONDS = 900  # after which a run is ended, whatever it does
 
 
 @dataclass
-class Trial:
+class RunRecord:
     """The result of one start of a script. It can be pickled.
 
     Attributes:
@@ -99,14 +99,14 @@ class Trial:
         return sum("call" not in event for event in self.events[rank])
 
 
-AnyTrial = TypeVar("AnyTrial", bound=Trial)
+AnyRunRecord = TypeVar("AnyRunRecord", bound=RunRecord)
 
 
-def watch(trial: AnyTrial, flags: Iterable[Flag], seen: Path,
+def watch(run: AnyRunRecord, flags: Iterable[Flag], seen: Path,
           say: Callable[[str], None], budget: Budget, *,
           env: Mapping[str, str] | None = None,
-          **options: Unpack[RunOptions]) -> AnyTrial:
-    """Run a trial's script once, under observation; return the trial.
+          **options: Unpack[RunOptions]) -> AnyRunRecord:
+    """Run the script of a record once, under observation, and fill it in.
 
     Args:
         flags: of the script.
@@ -122,27 +122,27 @@ def watch(trial: AnyTrial, flags: Iterable[Flag], seen: Path,
     begin = time.monotonic()
     seen.mkdir(exist_ok=True)
     options["log"] = seen
-    launch = Launch(trial.script, *flags, env=env, **options)
+    launch = Launch(run.script, *flags, env=env, **options)
     patience = Patience(launch, seen, say, budget)
-    trial.ranks = launch.wait(SECONDS, patience)
-    trial.waiting_files = launch.launcher.waiting_files
-    trial.gave_up, trial.cpu = patience.reason, patience.cpu
-    trial.patience = budget.patience
-    trial.seconds = time.monotonic() - begin
-    kind, ranks = options.get("record") or RankRecord, range(len(trial.ranks))
-    trial.records = [kind.read_from(seen, rank) for rank in ranks]
-    trial.events = [read_events(seen / f"{rank}.jsonl") for rank in ranks]
-    require_sound_probes(trial)
-    return trial
+    run.ranks = launch.wait(SECONDS, patience)
+    run.waiting_files = launch.launcher.waiting_files
+    run.gave_up, run.cpu = patience.reason, patience.cpu
+    run.patience = budget.patience
+    run.seconds = time.monotonic() - begin
+    kind, ranks = options.get("record") or RankRecord, range(len(run.ranks))
+    run.records = [kind.read_from(seen, rank) for rank in ranks]
+    run.events = [read_events(seen / f"{rank}.jsonl") for rank in ranks]
+    require_sound_probes(run)
+    return run
 
 
-def require_sound_probes(trial: Trial) -> None:
+def require_sound_probes(run: RunRecord) -> None:
     """Raise `InternalError` if a rank was ended by an error of a probe."""
-    for rank, record in enumerate(trial.records):
+    for rank, record in enumerate(run.records):
         errors = record.asked_values("internal error") if record else []
         if errors:
             raise InternalError(
                 f"rankcheck itself failed in rank {rank} of "
-                f"{len(trial.records)}: {errors[0]}. This says nothing about "
+                f"{len(run.records)}: {errors[0]}. This says nothing about "
                 "the script. fix: report this with the versions of torch and "
                 "rankcheck")
