@@ -898,11 +898,11 @@ def test_all_ranks_may_see_one_gpu_alone(answers, recorded):
     (Runs(None, 3, 4), "-n 2 or another even number"),
     (Runs(None, 2, 4, "gpu"), "without --device gpu")])
 def test_why_two_nodes_are_not_tried(recorded, runs, says):
-    runs = recorded(RIGHT)
-    together = runs[2, ""]
+    watched = recorded(RIGHT)
+    together = watched[2, ""]
     together.records *= 2
     del together.records[runs.size:]
-    case = Comparison(runs, runs[1, ""], together)
+    case = Comparison(runs, watched[1, ""], together)
     assert says in questions.nodes.why_not(case)
 
 
