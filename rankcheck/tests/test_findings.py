@@ -97,8 +97,8 @@ def test_tensors_are_compared_bit_by_bit(tensor):
         torch.tensor([-0.0]))
 
 
-def update(**other):
-    """What a rank has recorded of an update."""
+def record(**other):
+    """What a rank has recorded of a step."""
     def state(key):
         value = other.get(key, [1.0, 2.0])
         return describe([("0.0", torch.tensor(value)),
@@ -125,9 +125,9 @@ ASKED = {
 def test_a_resume_brings_back_nan(what):
     """In two parameters, of which one alone could be seen."""
     nan = NAN if what in ("lr", "loss") else [NAN, NAN]
-    finding, = ASKED[what]([update()], [update(**{what: nan})])
+    finding, = ASKED[what]([record()], [record(**{what: nan})])
     assert finding.verdict == "FAIL" and "nan" in finding.text
-    finding, = ASKED[what]([update()], [update()])
+    finding, = ASKED[what]([record()], [record()])
     assert finding.verdict == "ok"
 
 
@@ -139,7 +139,7 @@ def test_a_resume_brings_back_nan(what):
 ])
 def test_learning_rates_that_do_not_go_on(rates, expected, says):
     """Of each group, where both runs have as many."""
-    good, back = ([tuple(one | {"rates": values} for one in update())]
+    good, back = ([tuple(one | {"rates": values} for one in record())]
                   for values in (expected, rates))
     finding, = resume.learning_rates([], good, back)
     assert finding.verdict == "FAIL"
@@ -150,11 +150,11 @@ def test_learning_rates_that_do_not_go_on(rates, expected, says):
     ([], "FAIL"), ([1], "FAIL"), ([0, 1], "warn")])
 def test_random_numbers_that_do_not_go_on(lost, verdict):
     """What they change is a mistake where only some ranks draw others."""
-    good = update() + update()
+    good = record() + record()
     found = [
         *resume.position([], [good], [tuple(
             {**one, "rows": ["b"]} for one in good)], lost),
-        *resume.afterwards([good], [update(loss=3.0) * 2], lost)]
+        *resume.afterwards([good], [record(loss=3.0) * 2], lost)]
     assert [finding.verdict for finding in found] == [verdict] * 2
 
 

@@ -24,10 +24,10 @@ from rankcheck.verification.locate import (
 )
 
 
-def record(model, batches, loss=torch.sum, updates=1):
+def record(model, batches, loss=torch.sum, steps=1):
     """What one rank has seen that trains with these microbatches."""
     log = Log(None, 0)
-    probe = Outputs(updates)
+    probe = Outputs(steps)
     probe(log)
     hooks = [part.register_forward_hook(
         lambda module, _, output: log.tell("output", module, output))
@@ -223,7 +223,7 @@ def test_nothing_is_left_of_it(recwarn):
     assert not recwarn.list
 
 
-def test_later_updates_and_recomputed_passes_are_not_recorded():
+def test_later_steps_and_recomputed_passes_are_not_recorded():
     class Recomputes(nn.Module):
         def __init__(self):
             super().__init__()
@@ -236,7 +236,7 @@ def test_later_updates_and_recomputed_passes_are_not_recorded():
     calls = {(entry["name"], entry["call"])
              for entry in seen.outputs["entries"]}
     assert calls == {("one", 0), ("two", 0), ("", 0)}
-    assert record(Recomputes(), [X], updates=0).outputs is None
+    assert record(Recomputes(), [X], steps=0).outputs is None
 
 
 def test_within_a_transform():

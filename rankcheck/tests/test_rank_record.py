@@ -10,7 +10,7 @@ from rankcheck.engine.hang_detector import Budget
 from rankcheck.engine.run_record import RunRecord, watch
 from rankcheck.record.files import opened
 from rankcheck.record.rank_record import RankRecord, record_file
-from rankcheck.record.recorder import Log, Updates
+from rankcheck.record.recorder import Log, OptimizerSteps
 from rankcheck.record.tensors import describe
 from rankcheck.system.errors import InternalError
 from rankcheck_testing.support import program
@@ -37,19 +37,19 @@ def test_what_is_written_is_read(tmp_path):
     record = RankRecord(
         asked=[("sampler", (2, 0, "")), ("epoch", None)], joined=True,
         written={"/tmp/a": 7, "/tmp/b": "lightning"}, low=True, saved=3,
-        updates=[{"losses": [1.5, float("inf")], "drawn": {3: 4, -1: 2},
-                  "before": tensors, "now": tensors}],
+        steps=[{"losses": [1.5, float("inf")], "drawn": {3: 4, -1: 2},
+                "before": tensors, "now": tensors}],
         shapes={"weight": (3,), "": ()},
         settings=[[{"names": ["weight"], "values": {"lr": (0.5,)}}]])
     record.write(str(tmp_path), 3, torch.save)
     again = RankRecord.read_from(tmp_path, 3)
-    (before, now), (update,) = ([one.pop(name) for one in again.updates
-                                 for name in ("before", "now")],
-                                record.updates)
+    (before, now), (step,) = ([one.pop(name) for one in again.steps
+                               for name in ("before", "now")],
+                              record.steps)
     assert torch.equal(before["flat"], weight)
     assert before["flat"] is now["flat"]  # written once
     assert before["plain"] == [("weight", (3,))]
-    del update["before"], update["now"]
+    del step["before"], step["now"]
     assert again == record
     for one in fields(RankRecord):
         assert type(getattr(again, one.name)) is type(getattr(
@@ -111,5 +111,5 @@ torch.optim.SGD([weight], 0.1).step()
 """)
     seen = tmp_path / "seen"
     watch(RunRecord(script), (), seen, print, Budget(20.0),
-          probes=[begins, Updates(), opened])
+          probes=[begins, OptimizerSteps(), opened])
     assert [path.name for path in seen.glob("saved-*")] == saved

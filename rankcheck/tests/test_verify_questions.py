@@ -114,22 +114,22 @@ def answers(recorded, monkeypatch):
 @pytest.mark.parametrize("dead", [0, 1])
 def test_who_leaves_out_a_step_beside_a_rank_that_died(dead, tmp_path):
     """Its number is the rank's own: one that died has left no record."""
-    makes = RankRecord(updates=[{}, {}])
-    records = [makes, makes, RankRecord(updates=[{}, {}], skipped=[0])]
+    makes = RankRecord(steps=[{}, {}])
+    records = [makes, makes, RankRecord(steps=[{}, {}], skipped=[0])]
     records[dead] = None
     found, = find_skips(RunRecord(tmp_path / "train.py", records=records))
     assert read_expected("FAIL skipped-step step=0 rank=2").matches(found)
     assert f"rank {1 - dead} " in found.text
 
 
-def on(rank, kind="", size=2, update=None, **change):
-    """A change of what that rank has recorded of an update, of all if None.
+def on(rank, kind="", size=2, step=None, **change):
+    """A change of what that rank has recorded of a step, of all if None.
 
     change: of each value: a function of it, or another value.
     """
     def apply(runs):
-        updates = runs[size, kind].records[rank].updates
-        for one in updates if update is None else updates[update:update + 1]:
+        records = runs[size, kind].records[rank].steps
+        for one in records if step is None else records[step:step + 1]:
             for key, value in change.items():
                 one[key] = value(one[key]) if callable(value) else value
     return apply
@@ -178,15 +178,15 @@ def together(*changes):
 def one_sample(runs):
     for run in runs.values():
         for of_rank in run.records:
-            for update in of_rank.updates:
+            for record in of_rank.steps:
                 for kind in ("rows", "columns"):
-                    update[kind] = ["a"] * len(update[kind])
+                    record[kind] = ["a"] * len(record[kind])
 
 
 def shared(count):
     """So many of its 16 samples rank 1 shares with rank 0."""
     def apply(runs):
-        for one, other in zip(*(of.updates for of in runs[2, ""].records),
+        for one, other in zip(*(of.steps for of in runs[2, ""].records),
                               strict=True):
             for kind in ("rows", "columns"):
                 other[kind] = one[kind][:count] + other[kind][count:]
@@ -194,44 +194,44 @@ def shared(count):
 
 
 def of_rank_0_alone(runs):
-    for updates in zip(*(of.updates for of in runs[2, ""].records),
+    for records in zip(*(of.steps for of in runs[2, ""].records),
                        strict=True):
-        for update in updates:
-            update["gradients"] = updates[0]["local"]
+        for record in records:
+            record["gradients"] = records[0]["local"]
 
 
 def summed_by_hooks(runs):
     """Before a rank's own is seen."""
     for of_rank in runs[2, ""].records:
-        for update in of_rank.updates:
-            update |= dict.fromkeys(("gradients", "local"), times(2.0)(
-                update["gradients"]))
+        for record in of_rank.steps:
+            record |= dict.fromkeys(("gradients", "local"), times(2.0)(
+                record["gradients"]))
 
 
 def one_summed(runs):
     """Of one parameter alone."""
     for of_rank in runs[2, ""].records:
-        for update in of_rank.updates:
-            _, shape = update["gradients"]["plain"][0]
+        for record in of_rank.steps:
+            _, shape = record["gradients"]["plain"][0]
             number = math.prod(shape)
-            flat = update["gradients"]["flat"].clone()
+            flat = record["gradients"]["flat"].clone()
             flat[:number] *= 2
-            update["gradients"] = update["gradients"] | {"flat": flat}
+            record["gradients"] = record["gradients"] | {"flat": flat}
 
 
 def one_changed(runs):
     """Of the others one is neither the sum nor the mean."""
     one_summed(runs)
     for of_rank in runs[2, ""].records:
-        for update in of_rank.updates:
-            update["gradients"]["flat"][-1] *= 1.5
+        for record in of_rank.steps:
+            record["gradients"]["flat"][-1] *= 1.5
 
 
 def own_gradients(runs):
     """Each rank has its own alone."""
     for of_rank in runs[2, ""].records:
-        for update in of_rank.updates:
-            update |= {"gradients": update["local"], "reduced": 0}
+        for record in of_rank.steps:
+            record |= {"gradients": record["local"], "reduced": 0}
 
 
 def instead(name, value):
@@ -271,7 +271,7 @@ def prints(runs):
 def copied(runs):
     for rank, of_rank in enumerate(runs[2, ""].records):
         of_rank.copies = [times(1.0 + rank)(
-            of_rank.updates[0]["weights"])]
+            of_rank.steps[0]["weights"])]
 
 
 def buffered(rank, state):
@@ -280,20 +280,20 @@ def buffered(rank, state):
 
 
 def later(runs):
-    """Each update reads half of what the one before has read."""
+    """Each step reads half of what the one before has read."""
     for of_rank in runs[2, ""].records:
-        updates = of_rank.updates
-        for before, update in [*itertools.pairwise(updates)][::-1]:
+        records = of_rank.steps
+        for before, record in [*itertools.pairwise(records)][::-1]:
             for kind in ("rows", "columns"):
-                update[kind] = before[kind][8:] + update[kind][:8]
+                record[kind] = before[kind][8:] + record[kind][:8]
 
 
 def grows(runs):
-    """From its second update on, each rank reads twice as much."""
+    """From its second step on, each rank reads twice as much."""
     for of_rank in runs[2, ""].records:
-        for update in of_rank.updates[1:]:
+        for record in of_rank.steps[1:]:
             for kind in ("rows", "columns"):
-                update[kind] += [f"another {row}" for row in update[kind]]
+                record[kind] += [f"another {row}" for row in record[kind]]
 
 
 def of_all(runs, **change):
@@ -328,7 +328,7 @@ def in_parts(*places):
             of_rank = runs[2, ""].records[rank]
             for shapes in of_rank.shapes, of_rank.model:
                 shapes["Sequential:0.bias"] = (450,)
-            first = of_rank.updates[0]
+            first = of_rank.steps[0]
             first["before"] = half(first["before"], place)
     return apply
 
@@ -336,24 +336,24 @@ def in_parts(*places):
 def average_of_each_microbatch(runs):
     for run, factor in (runs[1, ""], 1.1), (runs[2, ""], 1.2):
         for of_rank in run.records:
-            last = whole_here(of_rank.updates[0]["weights"])
+            last = whole_here(of_rank.steps[0]["weights"])
             of_rank.copies = [describe(
                 (name.partition(":")[2], factor * part)
                 for name, part in last.items())]
 
 
 def drops_the_last(rank):
-    """That rank has not come to its last update, nor to its end."""
+    """That rank has not come to its last step, nor to its end."""
     def apply(runs):
-        runs[2, ""].records[rank].updates.pop()
+        runs[2, ""].records[rank].steps.pop()
         seen(rank, asked=without("left"))(runs)
     return apply
 
 
 def draws_too_much(runs):
     for of_rank in runs[2, ""].records:
-        for step, update in enumerate(of_rank.updates):
-            update["drawn"] = {7: 32 * step + 32}
+        for step, record in enumerate(of_rank.steps):
+            record["drawn"] = {7: 32 * step + 32}
 
 
 def told(rank, **settings):
@@ -388,17 +388,17 @@ def fails_on_nodes(runs):
     runs[2, "nodes"].ranks = [Rank(1, "", "error: no such GPU\n")] * 2
 
 
-def without_updates(runs):
-    runs[2, "nodes"].records[1].updates = []
+def without_steps(runs):
+    runs[2, "nodes"].records[1].steps = []
     runs[2, "nodes"].events[1] = []
 
 
 # (script, what is changed, the question that sees it, what it finds first)
 CASES = [
     (RIGHT, together(seen(1, discarded=[1]), drops_the_last(1)),
-     begin.skipped_updates, 'FAIL skipped-step step=1 rank=1'),
+     begin.skipped_steps, 'FAIL skipped-step step=1 rank=1'),
     (RIGHT, together(seen(0, skipped=[2, 2]), drops_the_last(0)),
-     begin.skipped_updates, 'FAIL skipped-step step=2 rank=0 "GradScaler"'),
+     begin.skipped_steps, 'FAIL skipped-step step=2 rank=0 "GradScaler"'),
     (RIGHT, untied, begin.parameters,
      'FAIL untied-weights "9.weight" "0.weight"'),
     (RIGHT, one_more, begin.parameters, 'warn extra-parameters "9.weight"'),
@@ -410,18 +410,18 @@ CASES = [
      "warn dropped-samples rank=0 drawn=96 samples=48"),
     (RIGHT, begins_with_the_last, begin.leftovers,
      'FAIL reused-files "model.pt"'),
-    (RIGHT, on(1, update=2, losses=[math.nan]), begin.numbers,
+    (RIGHT, on(1, step=2, losses=[math.nan]), begin.numbers,
      "FAIL nonfinite-loss step=2"),
-    (RIGHT, on(0, update=0, before=times(math.nan)), begin.numbers,
+    (RIGHT, on(0, step=0, before=times(math.nan)), begin.numbers,
      'FAIL nonfinite-weights "0.weight"'),
     (RIGHT, on_all(gradients=times(0.0)), begin.numbers,
      "warn zero-gradients"),
     (RIGHT, alone, begin.process_group, "FAIL no-process-group"),
-    (RIGHT, on(1, update=0, before=times(1.5)), begin.start,
+    (RIGHT, on(1, step=0, before=times(1.5)), begin.start,
      'FAIL unequal-initial-weights rank=1 "0.weight"'),
-    (RIGHT, on_all(update=0, before=times(1.5)), begin.start,
+    (RIGHT, on_all(step=0, before=times(1.5)), begin.start,
      "warn other-initial-weights"),
-    (RIGHT, together(on_all(update=0, before=sharded), fails_again),
+    (RIGHT, together(on_all(step=0, before=sharded), fails_again),
      begin.start, 'warn initial-weights-not-compared "it is full"'),
     (RIGHT, one_sample, samples.samples, "warn identical-samples"),
     (RIGHT, together(shared(16), on_all(losses=[1.0])), samples.samples,
@@ -437,7 +437,7 @@ CASES = [
      "warn changed-batch-size step=1 samples=64 single=32"),
     (RIGHT, on_all(rates=[0.2]), samples.samples,
      "warn learning-rate samples=32 single=32 rate=2"),
-    (RIGHT, on(1, update=2, rates=[0.05]), samples.samples,
+    (RIGHT, on(1, step=2, rates=[0.05]), samples.samples,
      'warn unequal-learning-rates "rank 1" "0.05" "0.1"'),
     (RIGHT, seen(1, asked=instead("sampler", (2, 1, ""))), samples.samplers,
      'FAIL unequal-samplers "seeds"'),
@@ -447,11 +447,11 @@ CASES = [
      "FAIL not-reduced step=0 reduced=0 elements=10801"),
     (RIGHT, on_all(reduced=lambda number: 1.7 * number), together_.reductions,
      "warn reduced-repeatedly times=1.7"),
-    (RIGHT, on(1, update=1, without=["Sequential:3.bias"]),
+    (RIGHT, on(1, step=1, without=["Sequential:3.bias"]),
      together_.unused_parameters, 'warn unused-parameters "3.bias"'),
-    (RIGHT, on(1, update=2, gradients=times(1.1)), together_.equal_ranks,
+    (RIGHT, on(1, step=2, gradients=times(1.1)), together_.equal_ranks,
      'FAIL unequal-gradients step=2 rank=1 "0.weight"'),
-    (RIGHT, on(1, update=2, weights=times(1.1)), together_.equal_ranks,
+    (RIGHT, on(1, step=2, weights=times(1.1)), together_.equal_ranks,
      'FAIL unequal-weights step=2 rank=1 "0.weight"'),
     (RIGHT, on_all(gradients=times(0.5)), together_.mean_of_ranks,
      "warn scaled-gradients step=0 factor=0.5"),
@@ -463,12 +463,12 @@ CASES = [
      "warn not-the-mean step=0"),
     (RIGHT, of_rank_0_alone, together_.mean_of_ranks,
      "FAIL gradients-of-one-rank step=0 rank=0"),
-    (RIGHT, on_all(update=1, losses=lambda losses: [2 * losses[0]]),
+    (RIGHT, on_all(step=1, losses=lambda losses: [2 * losses[0]]),
      single.compare_with_single_process, "FAIL losses-differ step=1"),
-    (RIGHT, on_all(update=0, gradients=times(0.5), local=times(0.5)),
+    (RIGHT, on_all(step=0, gradients=times(0.5), local=times(0.5)),
      single.compare_with_single_process,
      "FAIL gradients-differ step=0 factor=0.5"),
-    (RIGHT, on_all(update=3, weights=times(1.01)),
+    (RIGHT, on_all(step=3, weights=times(1.01)),
      single.compare_with_single_process, "FAIL weights-differ step=3"),
     (RIGHT, together(on(0, buffers=functools.partial(buffered, 0)),
                      on(1, buffers=functools.partial(buffered, 1))),
@@ -490,9 +490,9 @@ CASES = [
      "FAIL nodes-shared-samples shared=8 samples=32"),
     (RIGHT, with_nodes(on_all(rows=lambda rows: rows[:8])),
      nodes.as_two_nodes, "warn nodes-batch-size samples=16 single=32"),
-    (RIGHT, with_nodes(on(1, update=0, before=times(1.5))),
+    (RIGHT, with_nodes(on(1, step=0, before=times(1.5))),
      nodes.as_two_nodes, 'FAIL nodes-unequal-ranks rank=1 "before"'),
-    (RIGHT, with_nodes(on(1, update=1, gradients=times(1.5))),
+    (RIGHT, with_nodes(on(1, step=1, gradients=times(1.5))),
      nodes.as_two_nodes, 'FAIL nodes-unequal-ranks rank=1 "gradients"'),
     (RIGHT, with_nodes(on_all(gradients=times(0.5))), nodes.as_two_nodes,
      "FAIL nodes-gradients-differ factor=0.5"),
@@ -511,7 +511,7 @@ CASES = [
      "FAIL nodes-no-such-gpu rank=1 gpu=1"),
     (RIGHT, fails_on_nodes, nodes.as_two_nodes,
      'FAIL error rank=0 "no such GPU"'),
-    (RIGHT, without_updates, nodes.as_two_nodes, "FAIL no-step"),
+    (RIGHT, without_steps, nodes.as_two_nodes, "FAIL no-step"),
 ]
 DRAWN = together_.same_numbers  # finds something with all of these bases
 
@@ -550,7 +550,7 @@ def test_the_words_of_the_findings(answers, snapshot):
 
 
 @pytest.mark.parametrize("change", [
-    # left out by all ranks, or after the last update of another
+    # left out by all ranks, or after the last step of another
     lambda runs: of_all(runs, discarded=[1], skipped=[2]),
     seen(0, discarded=[4]), in_parts(0, 1),
     seen(0, discarded=[0])])  # computed for itself, as for a profile
@@ -575,7 +575,7 @@ def test_an_average_follows_weights_that_differ(answers):
     """As those of a model with BatchNorm: the average is not to blame."""
     found = answers(RIGHT, together(
         average_of_each_microbatch, seen(0, batchnorm=True),
-        on_all(update=3, weights=times(1.3))))
+        on_all(step=3, weights=times(1.3))))
     assert left.averages not in found
 
 
@@ -584,7 +584,7 @@ def test_a_parameter_of_one_number_may_be_a_part(answers):
         for rank in (0, 1):
             of_rank = runs[2, ""].records[rank]
             of_rank.shapes["Sequential:0.bias"] = ()
-            first = of_rank.updates[0]
+            first = of_rank.steps[0]
             kept = whole_here(first["before"])
             kept["Sequential:0.bias"] = kept["Sequential:0.bias"][rank]
             first["before"] = describe(kept.items())
@@ -604,7 +604,7 @@ def backward(log, weights, microbatches=1):
 
 
 @pytest.mark.parametrize("many", [1, 2])
-def test_what_is_thrown_away_belongs_to_no_update(many):
+def test_what_is_thrown_away_belongs_to_no_step(many):
     log, rows = recorder()
     weight = torch.nn.Parameter(torch.ones(2))
     log.parameters[id(weight)] = weight
@@ -613,8 +613,8 @@ def test_what_is_thrown_away_belongs_to_no_update(many):
         rows.on_zeroed([weight])
     backward(log, [weight])
     rows.on_gradients(torch.optim.SGD([weight]))
-    update, = log.record.updates
-    assert update["rows"] == ["a", "b"] and update["losses"] == [1.5]
+    record, = log.record.steps
+    assert record["rows"] == ["a", "b"] and record["losses"] == [1.5]
     assert log.record.discarded == [0] * many
 
 
@@ -628,9 +628,9 @@ def test_what_is_taken_elsewhere_before_is_not_thrown_away():
         rows.on_zeroed([weight])
     weight.grad = torch.full((2,), 3.0)
     rows.on_gradients(torch.optim.SGD([weight]))
-    update, = log.record.updates
-    assert update["rows"] == ["a", "b"] * 3 and update["losses"] == [1.5] * 3
-    assert update["sums"]["flat"].tolist() == [3, 3]
+    record, = log.record.steps
+    assert record["rows"] == ["a", "b"] * 3 and record["losses"] == [1.5] * 3
+    assert record["sums"]["flat"].tolist() == [3, 3]
     assert not log.record.discarded
 
 
@@ -641,8 +641,8 @@ def test_another_optimizers_gradients_stay():
     backward(log, [one, two])
     rows.on_zeroed([two])
     rows.on_gradients(torch.optim.SGD([one]))
-    update, = log.record.updates
-    assert update["losses"] == [1.5] and not log.record.discarded
+    record, = log.record.steps
+    assert record["losses"] == [1.5] and not log.record.discarded
 
 
 def test_buffers_that_no_checkpoint_has_are_a_ranks_own():
@@ -671,8 +671,8 @@ def test_another_name_of_a_run_is_no_other_error():
 
 
 def test_a_rate_that_falls_once_is_no_schedule(answers):
-    """Of update 3, one process that had made twice as many tells nothing."""
-    found = answers(RIGHT, on_all(update=3, rates=[0.05]))
+    """Of step 3, one process that had made twice as many tells nothing."""
+    found = answers(RIGHT, on_all(step=3, rates=[0.05]))
     finding = found[samples.samples]
     assert finding.kind == "learning-rate" and "rate" not in finding.numbers
 
@@ -710,7 +710,7 @@ def test_what_is_right_is_not_refused(answers):
 @pytest.mark.parametrize(("change", "finds"), [
     # each rank has its part of the loss, as with a sequence that is divided
     (shared(16), "warn same-samples"),
-    (together(on(1, update=0, before=times(1.5), gradients=times(1.5)),
+    (together(on(1, step=0, before=times(1.5), gradients=times(1.5)),
               lambda runs: runs[2, ""].events[0].append(
                   {"call": "alltoall_base"})),
      "warn hand-sharded-parameters parameters=4"),  # experts
@@ -723,28 +723,28 @@ def test_what_is_done_in_another_way_is_not_refused(answers, change, finds):
 
 
 def test_a_loss_that_follows_from_weights_that_differ(answers):
-    """Those of one rank are others after the update before."""
+    """Those of one rank are others after the step before."""
     found = answers(RIGHT, together(
-        on(1, update=0, weights=times(1.1)),
-        on_all(update=1, losses=lambda losses: [2 * losses[0]])))
+        on(1, step=0, weights=times(1.1)),
+        on_all(step=1, losses=lambda losses: [2 * losses[0]])))
     finding = found[single.compare_with_single_process]
     assert read_expected("FAIL losses-differ step=1").matches(finding)
     assert "0" in finding.advice and "weights" in finding.advice
 
 
-@pytest.mark.parametrize(("update", "verdict"), [(0, None), (2, "FAIL")])
+@pytest.mark.parametrize(("step", "verdict"), [(0, None), (2, "FAIL")])
 def test_a_sum_that_is_one_processs_gradient_is_right(
-        answers, update, verdict):
+        answers, step, verdict):
     """Each rank's loss is a sum over its samples, divided by all of them."""
     halves = {"local": times(0.5), "sums": times(0.5)}
     wrong = {"gradients": times(1.1), "local": times(0.55),
              "sums": times(0.55)}
-    changes = [on_all(update=step, **halves) for step in range(4)]
+    changes = [on_all(step=number, **halves) for number in range(4)]
     if verdict:
-        changes[update] = on_all(update=update, **wrong)
+        changes[step] = on_all(step=step, **wrong)
     found = answers(RIGHT, together(*changes)).get(together_.mean_of_ranks)
     assert (found and found.verdict) == verdict, found
-    assert not found or found.numbers["step"] == update
+    assert not found or found.numbers["step"] == step
 
 
 def test_gradients_that_a_script_has_reduced_before_its_copies_get_them(
@@ -766,18 +766,18 @@ def test_a_CPU_compresses_gradients_too(monkeypatch):
 
 def test_unused_parameters_of_which_DDP_was_told(answers):
     found = answers(RIGHT, together(
-        on(1, update=1, without=["Sequential:3.bias"]),
+        on(1, step=1, without=["Sequential:3.bias"]),
         seen(1, asked=instead("DistributedDataParallel", True))))
     assert together_.unused_parameters not in found
 
 
 def of_few(runs):
-    """Each update reads the samples of the first, with one process, too."""
+    """Each step reads the samples of the first, with one process, too."""
     for run in runs.values():
         for of_rank in run.records:
-            first, *later = of_rank.updates
-            for update in later:
-                update |= {kind: first[kind] for kind in ("rows", "columns")}
+            first, *later = of_rank.steps
+            for record in later:
+                record |= {kind: first[kind] for kind in ("rows", "columns")}
 
 
 STREAM = seen(0, asked=lambda log: [*log, ("stream with workers", 2)])
@@ -909,14 +909,14 @@ def test_why_two_nodes_are_not_tried(recorded, runs, says):
 def test_samples_that_one_process_does_not_show(answers):
     """With what is not seen, nothing is compared."""
     def hides(runs):
-        for update in runs[1, ""].records[0].updates:
-            update.update(rows=[], columns=[])
+        for record in runs[1, ""].records[0].steps:
+            record.update(rows=[], columns=[])
 
     assert samples.samples not in answers(RIGHT, hides)
 
 
 def test_a_factor_of_one_is_none(answers):
-    found = answers(RIGHT, on_all(update=0, gradients=times(1.002)))
+    found = answers(RIGHT, on_all(step=0, gradients=times(1.002)))
     finding = found[single.compare_with_single_process]
     assert finding.kind == "gradients-differ" and "0.2%" in finding.text
 
@@ -1061,8 +1061,8 @@ def test_what_is_reduced_before_backward_is_no_gradient(shown):
     log.sums = {id(weight): weight.grad} if shown else {}
     log.now.unclipped[id(weight)] = weight.grad  # only then
     rows.on_gradients(torch.optim.SGD([weight]))
-    update, = log.record.updates
-    assert (update["reduced"], update["late"]) == (0 if shown else 5, 0)
+    record, = log.record.steps
+    assert (record["reduced"], record["late"]) == (0 if shown else 5, 0)
 
 
 @pytest.mark.parametrize(("message", "counts"), [
@@ -1092,8 +1092,8 @@ def test_what_is_clipped_is_kept_as_it_was(monkeypatch):
 
 
 @pytest.mark.parametrize("change", [
-    on_all(update=3, calls=0),
-    together(*(on_all(update=step, optimizer=step % 2, reduced=(
+    on_all(step=3, calls=0),
+    together(*(on_all(step=step, optimizer=step % 2, reduced=(
         lambda number, step=step: 2 * (1 - step % 2) * number))
         for step in range(4)))])
 def test_an_optimizer_that_reduces_nothing_more(recorded, change):

@@ -160,7 +160,7 @@ def sleeps(run):
     """Rank 1 is in a barrier that rank 0 does not come to."""
     run.gave_up = "hangs"
     for rank, (name, line) in enumerate((("all_reduce", 9), ("barrier", 7))):
-        run.events[rank] = [{"call": name, "elements": 1, "update": 1,
+        run.events[rank] = [{"call": name, "elements": 1, "step": 1,
                                "lines": [[line, "main", name]]}]
         run.ranks[rank] = Rank(None, "", "")
 
@@ -225,9 +225,9 @@ def whole_model(run):
 def gathers(run):
     """The whole model comes at once."""
     whole = sum(call["elements"] for call in run.calls(0)
-                if call["call"] == "allgather_base" and call["update"] == 1)
+                if call["call"] == "allgather_base" and call["step"] == 1)
     run.events[0].append({"call": "allgather_base", "elements": whole,
-                            "update": 1, "lines": []})
+                            "step": 1, "lines": []})
 
 
 def kernels(**said):

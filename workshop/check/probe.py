@@ -25,11 +25,11 @@ from rankcheck.record.collectives import messages
 from rankcheck.record.cpu_backend import process
 from rankcheck.record.files import opened
 from rankcheck.record.rank_record import RankRecord
-from rankcheck.record.recorder import Log, Updates, replace
+from rankcheck.record.recorder import Log, OptimizerSteps, replace
 from rankcheck.record.tensors import LocalTensors, describe, plain_name
 from rankcheck.system.errors import InternalError
 
-MOST = 100  # updates of which everything is recorded
+MOST = 100  # steps of which everything is recorded
 SAMPLES, T = 40, 32  # of a run's dataset, where sample i begins with i
 
 
@@ -48,7 +48,7 @@ def probes(run: str | Path, stopped: bool = False, lightning: bool = False
     found: list[Probe] = [Course()]
     if stopped:
         found.append(terminated)
-    found += [Updates(), process, backstage, messages]
+    found += [OptimizerSteps(), process, backstage, messages]
     if lightning:
         found.append(trainer)
     return [*found, opened, partial(written, run=str(run))]
@@ -56,7 +56,7 @@ def probes(run: str | Path, stopped: bool = False, lightning: bool = False
 
 @dataclass
 class StepSamples:
-    """The samples that went through the model since the last update.
+    """The samples that went through the model since the last step.
 
     Attributes:
         first: their numbers.
@@ -130,7 +130,7 @@ class Course:
         self.inferring = False
         self.step = StepSamples()
         log.on("gradients", self.before_step)
-        log.on("updated", self.after_step)
+        log.on("stepped", self.after_step)
         register_module_forward_pre_hook(self.on_forward)
         self.watch_functions()
 
@@ -205,7 +205,7 @@ class Course:
             self.record.continued = tokens.tolist()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.log.updates < MOST:
+        if self.log.step < MOST:
             self.record.gradients.append(self.state("grad"))
             self.record.samples.append(self.step.first or self.step.again)
         if self.record.optimizers is None:
@@ -281,11 +281,11 @@ def written(log: Log, run: str) -> None:
 def terminated(log: Log) -> None:
     """Send a SIGTERM to rank 0, in its second step."""
     def end(optimizer: torch.optim.Optimizer) -> None:
-        if log.updates == 2:
+        if log.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     if log.rank == 0:
-        log.on("updated", end)
+        log.on("stepped", end)
 
 
 def trainer(log: Log) -> None:

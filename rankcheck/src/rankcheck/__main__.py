@@ -11,7 +11,7 @@ from rankcheck.system.version import __version__
 COMMANDS = {
     "verify": Command(
         "rankcheck.verification.command", "Run any training script as one "
-        "process and as several for a few updates: does it train alike?"),
+        "process and as several for a few steps: does it train alike?"),
     "why": Command(
         "rankcheck.why.command", "Say why a job of several processes hangs, "
         "has ended or is slow: which rank, and which line.")}

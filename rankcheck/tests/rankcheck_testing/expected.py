@@ -1,6 +1,6 @@
 """What a test expects of a finding, in one line, and not in its words.
 
-    FAIL unequal-gradients update=2 rank=1 "0.weight"
+    FAIL unequal-gradients step=2 rank=1 "0.weight"
 
 A verdict and a kind come first, then numbers of the finding by their names,
 which it may round to 3%, then texts that it quotes: names of parameters or

@@ -61,7 +61,7 @@ STYLES = {
     "rank as a flag": Style(flags=("{rank}", "{32/n}")),
     "HF Trainer": HF_TRAINER, "HF Trainer no seed": HF_TRAINER,
     "minGPT": Style(flags=("snapshot-{run}.pt",)),
-    "many updates": Style(steps=60)}
+    "many steps": Style(steps=60)}
 PLAIN = Style()
 
 

@@ -197,7 +197,7 @@ def reductions(run: StageRun, reference: StageRun) -> Finding | None:
     Not at all, where they agree all the same: another way was found.
     """
     count = max(sum(call["elements"] for call in run.calls(rank)
-                    if "reduce" in call["call"] and call["update"] > 0)
+                    if "reduce" in call["call"] and call["step"] > 0)
                 for rank in range(run.mesh.size))
     count /= len(reference.record_of(0).first_weights["flat"]) * (STEPS - 1)
     if count < 1.5:
@@ -220,7 +220,7 @@ def reductions(run: StageRun, reference: StageRun) -> Finding | None:
 def gathers(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether one gather brings the whole model to every rank."""
     largest = max((call["elements"] for call in run.calls(0)
-                   if call["call"] == "allgather_base" and call["update"]),
+                   if call["call"] == "allgather_base" and call["step"]),
                   default=0)
     whole = 0.9 * len(reference.record_of(0).first_weights["flat"])
     if largest * run.mesh.dp >= whole:

@@ -199,7 +199,7 @@ def uneven(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether all ranks end at once where the samples do not go round."""
     said = (f"with a minibatch of {UNEVEN} samples, which 2 ranks with "
             f"microbatches of {B} cannot share, ")
-    if any(map(run.updates, range(run.mesh.size))):
+    if any(map(run.count_steps, range(run.mesh.size))):
         return fail(said + "it trains anyway", kind="uneven-minibatch")
     if any(rank.status in (None, 0) for rank in run.ranks):
         return fail(said + "not every rank ends with an error",

@@ -44,7 +44,7 @@ def explain(run: RunRecord) -> Finding | None:
         return fail(f"training continues after step {last}, the last one",
                     kind="endless-training")
     if run.gave_up == "busy":
-        done = run.first_step + min(map(run.updates,
+        done = run.first_step + min(map(run.count_steps,
                                           range(len(run.ranks))))
         return fail([f"step {done} is never reached, but the script runs: ",
                      *where(run, 0)], numbers={"step": done},
@@ -174,7 +174,7 @@ def where(run: RunRecord, rank: int) -> list[Fragment]:
     calls = [call for call in run.calls(rank) if call["lines"]]
     if calls:
         return [f"rank {rank} after ", Line(calls[-1]["lines"][0][0])]
-    return [f"rank {rank} after ", count_of(run.updates(rank), "step")]
+    return [f"rank {rank} after ", count_of(run.count_steps(rank), "step")]
 
 
 def where_all(run: RunRecord) -> list[Fragment]:
@@ -206,7 +206,7 @@ def describe(run: RunRecord, rank: int, call: Event | None) -> list[Fragment]:
     """Say which collective a rank calls. call: None if it calls no more."""
     if call is None:
         if run.records[rank] and run.asked("left", rank):
-            steps = count_of(run.updates(rank), "step")
+            steps = count_of(run.count_steps(rank), "step")
             return [f"rank {rank} has finished its {steps}"]
         return [f"rank {rank} makes no further collective call"]
     if not call["lines"]:

@@ -15,7 +15,7 @@ from rankcheck.engine.ranks import Launch
 from rankcheck.engine.waits import find_stuck
 
 IDLE = 3.0  # seconds without anything to do after which it may hang
-PATIENCE = 120.0  # seconds without an update, in which it may wait
+PATIENCE = 120.0  # seconds without a step, in which it may wait
 LOOKS = 2.0  # seconds between two looks at where idle ranks are
 SAYS = 10.0  # seconds, after which it says so
 UNSTARTED = 20.0  # the same, before a launcher has started the script
@@ -73,7 +73,7 @@ class Patience:
     def __post_init__(self) -> None:
         self.reason = ""  # why they were given up
         self.cpu = self.spent = 0.0  # seconds used: in all, since a step
-        self.updates = 0
+        self.steps = 0
         self.seconds: dict[str, float] = {}  # of a CPU, of each thread
         self.asked = 0.0  # when idle ranks were asked where they are
         self.lines: list[int | None] = []  # and where they were
@@ -87,32 +87,32 @@ class Patience:
         if now - self.last < 0.15:
             return False
         self.last = now
-        updates = sum(file.stat().st_size  # a byte for each
-                      for file in self.observed.glob("*.updates"))
-        if updates > self.updates:
-            self.updates, self.spent, self.stepped = updates, 0.0, now
-        self.reason = self.look(now, updates)
+        steps = sum(file.stat().st_size  # a byte for each
+                    for file in self.observed.glob("*.steps"))
+        if steps > self.steps:
+            self.steps, self.spent, self.stepped = steps, 0.0, now
+        self.reason = self.look(now, steps)
         if now - self.said > SAYS and not self.reason:
             self.said = now
             text = (f"        still waiting after {now - self.begin:.0f} s: "
-                    f"{count_of(updates, 'optimizer step')} in total")
+                    f"{count_of(steps, 'optimizer step')} in total")
             for rank, line in enumerate(self.lines):
                 if line:
                     text += f", rank {rank} is in line {line}"
             self.say(text)
         return bool(self.reason)
 
-    def look(self, now: float, updates: int) -> str:
+    def look(self, now: float, steps: int) -> str:
         """Return why the ranks are to end, "" if they are to go on.
 
         Args:
             now: as time.monotonic() says it.
-            updates: how many all ranks have made.
+            steps: how many all ranks have made.
         """
         size, budget = len(self.launch.jobs), self.budget
         if self.launch.printed() > FLOOD:
             return "flood"
-        if updates > budget.endless * size:
+        if steps > budget.endless * size:
             return "endless"
         activity = self.launch.activity()
         if activity is None:  # no such figures on this system

@@ -94,8 +94,8 @@ class RunRecord:
         """Return the collectives that a rank has called."""
         return [event for event in self.events[rank] if "call" in event]
 
-    def updates(self, rank: int) -> int:
-        """Return how many updates a rank has made."""
+    def count_steps(self, rank: int) -> int:
+        """Return how many steps a rank has made."""
         return sum("call" not in event for event in self.events[rank])
 
 

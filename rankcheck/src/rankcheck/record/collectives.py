@@ -27,7 +27,7 @@ def messages(log: Log) -> None:
     """Record each collective, and what MPI sends."""
     def say(name: str, elements: int, group: Group | None = None) -> None:
         log.say(call=name, elements=elements, lines=log.place()[:6],
-                update=log.updates, group=group)
+                step=log.step, group=group)
 
     def note(name: str, tensors: list[torch.Tensor],
              function: Callable[..., Any], args: Sequence[Any]) -> None:

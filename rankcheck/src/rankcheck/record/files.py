@@ -24,13 +24,13 @@ def opened(log: Log, without: Sequence[str] = ()) -> None:
     """written: files that were opened to write them, and by whom: see
     `opener`. Those with nothing of `without` in their path.
 
-    read: files that it has opened before its first update. results: those
+    read: files that it has opened before its first step. results: those
     that it has written after that. Once it has saved something after its first
-    update, there is a file saved-N in the log's folder, N being the number of
-    its updates.
+    step, there is a file saved-N in the log's folder, N being the number of
+    its steps.
     """
     def wrote(path: str) -> None:
-        if log.updates:
+        if log.step:
             log.record.results.append(path)
         if log.here and path not in log.record.written:
             log.record.written[path] = opener(log.script)
@@ -42,7 +42,7 @@ def opened(log: Log, without: Sequence[str] = ()) -> None:
         if event == "open" and isinstance(args[0], PATH):
             path = os.path.abspath(os.fsdecode(args[0]))
             if not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
-                if not log.updates:
+                if not log.step:
                     log.record.read.append(path)
             elif not any(part in path for part in without):
                 wrote(path)
@@ -57,9 +57,9 @@ def opened(log: Log, without: Sequence[str] = ()) -> None:
         save(obj, f, *args, **kwargs)
         # a storage is what pickle makes of a tensor that is sent, not saved
         is_sent = isinstance(obj, (torch.UntypedStorage, torch.TypedStorage))
-        if log.updates and not is_sent:
+        if log.step and not is_sent:
             # the other ranks may be a step behind
-            Path(f"{log.folder}/saved-{log.updates}").touch()
+            Path(f"{log.folder}/saved-{log.step}").touch()
 
 
 def opener(script: str) -> int | str:

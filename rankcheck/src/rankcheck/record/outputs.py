@@ -1,4 +1,4 @@
-"""Records what each module puts out in the first update, in few numbers.
+"""Records what each module puts out in the first step, in few numbers.
 
 Several ranks and one process give the same numbers for the same samples, but
 for rounding. So verify can say where they part: see `questions/where.py`.
@@ -7,7 +7,7 @@ outputs   `entries`, what `Entry` has of each tensor that a module has put out;
           `samples`, of each forward pass the hashes of its rows and columns;
           `flat`, the sketches of all entries one behind the other
 outputs_error  why there are no more, "" if there are all
-settings  of each optimizer, at its first update: the parameters' names and
+settings  of each optimizer, at its first step: the parameters' names and
           what is set for them, of each group
 """
 
@@ -33,7 +33,7 @@ ELEMENTS = 256  # of a sample's part of an output that are looked at, about
 AXES = ("rows", "columns", "whole")  # what is a sample; or the whole tensor
 SAMPLES = 128  # of a forward pass that are looked at, about
 CALLS = 20_000  # of modules, after which no more are recorded
-# What changes an update. A rate is another question's
+# What changes a step. A rate is another question's
 SETTINGS = (
     "weight_decay", "betas", "momentum", "dampening", "nesterov", "eps",
     "alpha", "rho", "lr_decay", "lambd", "etas", "amsgrad", "centered",
@@ -71,9 +71,9 @@ class Outputs:
     sizes: list[int]  # how many rows it is given, and how many columns
     picks: dict[str, list[int]]  # by axis, which samples are looked at
 
-    def __init__(self, updates: int) -> None:
-        """Record the first so many updates, over all optimizers."""
-        self.updates = updates
+    def __init__(self, steps: int) -> None:
+        """Record the first so many steps, over all optimizers."""
+        self.steps = steps
         self.entries: list[Entry] = []
         # of each forward pass, by axis, the hashes of what is looked at
         self.samples: list[dict[str, list[str]]] = []
@@ -83,7 +83,7 @@ class Outputs:
         self.calls: Counter[str] = Counter()  # of these, in a forward pass
         self.filled = 0  # numbers in `sketches`
         self.number = 0  # of calls
-        self.begun = 0  # entries of the updates before
+        self.begun = 0  # entries of the steps before
         # id of an optimizer -> what is set, of each group
         self.settings: dict[int, list[GroupSettings]] = {}
 
@@ -98,7 +98,7 @@ class Outputs:
     @property
     def records(self) -> bool:
         """Whether what a module puts out now is recorded."""
-        return (len(self.log.record.updates) < self.updates
+        return (len(self.log.record.steps) < self.steps
                 and self.number < CALLS and not self.error
                 and torch._C._current_graph_task_id() == -1)
 
@@ -172,7 +172,7 @@ class Outputs:
             self.filled += len(values)
 
     def on_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note what is set for an optimizer, at its first update."""
+        """Note what is set for an optimizer, at its first step."""
         self.begun = len(self.entries)
         if id(optimizer) not in self.settings:
             self.settings[id(optimizer)] = self.of_groups(optimizer)
@@ -196,7 +196,7 @@ class Outputs:
         return groups
 
     def on_skipped(self) -> None:
-        """Forget what led to no update."""
+        """Forget what led to no step."""
         del self.entries[self.begun:]
 
     def on_end(self) -> None:

@@ -63,7 +63,7 @@ class RankRecord:
         copies: the weights of modules like the model that do not train.
         model: the parameters' names -> their shapes.
         tied: further names of parameters -> their first ones.
-        updates: what led to each step of an optimizer, and its result;
+        steps: what led to each step of an optimizer, and its result;
             see `rankcheck.record.rows.Rows.snapshot`.
         shapes: the shapes of the parameters that optimizers have.
         saved: before which step it has saved something; None if it has not.
@@ -74,7 +74,7 @@ class RankRecord:
         outputs_error: why outputs are no longer recorded.
     """
 
-    SCHEMA: ClassVar[int] = 1
+    SCHEMA: ClassVar[int] = 2
 
     asked: list[tuple[str, Any]] = field(default_factory=list)
     joined: bool = False
@@ -89,7 +89,7 @@ class RankRecord:
     copies: list[LocalTensors] = field(default_factory=list)
     model: dict[str, tuple[int, ...]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
-    updates: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     saved: int | None = None
     skipped: list[int] = field(default_factory=list)

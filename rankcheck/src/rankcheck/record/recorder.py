@@ -5,9 +5,9 @@ A probe is a function of the process's `Log`: it puts functions in the place
 of PyTorch's, which note there what the script does. The check, verify and
 the tests choose theirs. A rank leaves in a folder, if one is named,
 
-    <rank>.jsonl    a line for each collective and update, written as it
+    <rank>.jsonl    a line for each collective and step, written as it
                     happens: it is there after a hang, too
-    <rank>.updates  a byte for each update
+    <rank>.steps    a byte for each step
     <rank>.json     at its end, what its probes have seen: a `RankRecord`
     <rank>.pt       its tensors
 """
@@ -52,9 +52,9 @@ class Log:
 
     They `tell` of an event to those that wait for it `on` its name:
 
-        gradients  an optimizer has all of them, and will update next
-        updated    it has
-        skipped    a GradScaler leaves the update out
+        gradients  an optimizer has all of them, and is about to make its step
+        stepped    it has made its step
+        skipped    a GradScaler leaves the step out
         root       the outermost module of a forward pass, the hashes of its
                    rows and of its columns, or None
         output     a module in it, or itself, and what it has put out
@@ -78,14 +78,14 @@ class Log:
         self.rank = rank
         self.script, self.owner = sys.argv[0], os.getpid()
         self.record = RankRecord() if record is None else record
-        self.updates, self.ended = 0, False
-        self.begun = False  # whether updates of optimizers count
-        self.calls = 0  # of optimizers that have not left their update out
+        self.step, self.ended = 0, False
+        self.begun = False  # whether steps of optimizers count
+        self.calls = 0  # of optimizers that have not left their step out
         # By the id of what is named, or that belongs to it: of parameters
         self.names: dict[int, str] = {}
         self.parameters: dict[int, torch.Tensor] = {}
         # gradients as this rank alone has computed them; what all backward
-        # passes of an update have computed, added up; the same, each times
+        # passes of a step have computed, added up; the same, each times
         # the number of its targets
         self.local: dict[int, torch.Tensor] = {}
         self.sums: dict[int, torch.Tensor] = {}
@@ -95,14 +95,14 @@ class Log:
         self.drawn: Counter[int] = Counter()  # indices, of samplers
         # Whether set_epoch came before the sampler's start
         self.told: dict[DistributedSampler[Any], bool] = {}
-        # Of the update to come: what is recorded, and what else is known of
+        # Of the step to come: what is recorded, and what else is known of
         # it. In verify a `Row` and `Notes`; the check has classes of its own
         self.row: Any = SimpleNamespace()
         self.now: Any = self.row
         self.listeners: defaultdict[str, list[Callable[..., object]]] = (
             defaultdict(list))
         self.lines = self.open_file("jsonl")
-        self.counter = self.open_file("updates")
+        self.counter = self.open_file("steps")
 
     def open_file(self, kind: str) -> int | None:
         """Open a file of the record that lasts; None if there is no folder."""
@@ -235,12 +235,12 @@ def is_own(error: BaseException) -> bool:
     return bool(codes) and codes[-1] is not pass_on.__code__
 
 
-class Updates:
-    """Tells when an optimizer has its gradients, and when it has updated."""
+class OptimizerSteps:
+    """Tells when an optimizer has its gradients, and when it has stepped."""
 
     log: Log
     depth = 0  # of steps within a step: an optimizer may have another in it
-    counts = False  # whether the outermost one is an update
+    counts = False  # whether the outermost one is a step
 
     def __call__(self, log: Log) -> None:
         self.log = log
@@ -256,7 +256,7 @@ class Updates:
             The arguments of `step` with such a closure; None if they stay.
         """
         self.depth += 1
-        # a fused one leaves the update out itself, if a GradScaler says so
+        # a fused one leaves the step out itself, if a GradScaler says so
         skips = getattr(optimizer, "found_inf", None)
         self.log.calls += not skips
         closure = kwargs.get("closure") or (args[1] if args[1:] else None)
@@ -278,12 +278,12 @@ class Updates:
 
     def after(self, optimizer: Optimizer, args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> None:
-        """Tell that the optimizer has updated."""
+        """Tell that the optimizer has made its step."""
         self.depth -= 1
         if not self.depth and self.counts:
-            self.log.updates += 1
-            self.log.say(update=self.log.updates)
-            self.log.tell("updated", optimizer)
+            self.log.step += 1
+            self.log.say(step=self.log.step)
+            self.log.tell("stepped", optimizer)
 
 
 def makes_state() -> bool:

@@ -1,4 +1,4 @@
-"""Records what led to each update of an optimizer, and ends the process."""
+"""Records what led to each step of an optimizer, and ends the process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MUCH = 1_000_000  # elements of a message that is not looked into
 
 @dataclass
 class Row:
-    """What led to an update, as it is recorded: a dictionary in the record."""
+    """What led to a step, as it is recorded: a dictionary in the record."""
 
     rows: list[str] = field(default_factory=list)  # hashes of samples
     columns: list[str] = field(default_factory=list)  # where those are columns
@@ -49,7 +49,7 @@ class Row:
 
 @dataclass
 class Notes:
-    """What else is known of the update to come, and is not recorded."""
+    """What else is known of the step to come, and is not recorded."""
 
     # forward passes whose backward pass has not begun
     pending: list[Hashes] = field(default_factory=list)
@@ -97,7 +97,7 @@ def add_parts(total: dict[int, torch.Tensor],
 
 
 class Rows:
-    """A row of what led to each update, and the end of the process."""
+    """A row of what led to each step, and the end of the process."""
 
     def __init__(self, log: Log, size: int, steps: int, kind: str) -> None:
         """Watch a process.
@@ -105,10 +105,10 @@ class Rows:
         Args:
             log: its record.
             size: the number of processes.
-            steps: after so many updates of the first optimizer it ends.
+            steps: after so many steps of the first optimizer it ends.
             kind: "still" if nothing is to be updated, so that all gradients
                 are those of the first weights; "saved" if it ends as soon as
-                each optimizer has its gradients for the first update after
+                each optimizer has its gradients for the first step after
                 torch.save(); "resumed" if it goes on from there; or "".
         """
         self.log, self.record = log, log.record
@@ -118,18 +118,18 @@ class Rows:
         torch.seed()
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
-        log.begun = True  # updates count without a module, too
+        log.begun = True  # steps count without a module, too
         self.made: Counter[int] = Counter()  # of each optimizer's number
         # id -> (number, the optimizer: its id stays)
         self.optimizers: dict[int, tuple[int, Optimizer]] = {}
         self.recorded = False
         self.since: set[int] = set()  # with gradients since it has saved
-        self.weights: dict[str, torch.Tensor] = {}  # of the last update
-        self.put_aside: list[PutAside] = []  # since the last update
-        self.begin_update()
+        self.weights: dict[str, torch.Tensor] = {}  # of the last step
+        self.put_aside: list[PutAside] = []  # since the last step
+        self.begin_step()
         log.on("gradients", self.on_gradients)
         log.on("zeroed", self.on_zeroed)
-        log.on("updated", self.on_updated)
+        log.on("stepped", self.on_step)
         log.on("skipped", self.on_skipped)
         log.on("message", self.on_message)
 
@@ -144,15 +144,15 @@ class Rows:
             finally:
                 joined.set()
 
-    def begin_update(self) -> None:
-        """Forget what led to the last update."""
+    def begin_step(self) -> None:
+        """Forget what led to the last step."""
         self.log.sums, self.log.weighed = {}, {}
         self.log.row, self.log.now = Row(), Notes()
 
     def on_zeroed(self, weights: list[torch.Tensor]) -> None:
         """Put aside what led to gradients that are thrown away.
 
-        It belongs to no update, if a backward pass follows: see
+        It belongs to no step, if a backward pass follows: see
         `take_back`.
         """
         log, zeroed = self.log, {id(weight) for weight in weights}
@@ -167,18 +167,18 @@ class Rows:
             return
         pending = log.now.pending  # forward passes whose backward comes yet
         self.put_aside.append(PutAside(log.row, log.sums, log.weighed))
-        self.begin_update()
+        self.begin_step()
         log.now.pending = pending
 
     def take_back(self) -> None:
-        """Decide whether what was put aside led to this update.
+        """Decide whether what was put aside led to this step.
 
         It did if no backward pass came after it: then the script has taken
         the gradients elsewhere before it threw them away.
         """
         log, aside, self.put_aside = self.log, self.put_aside, []
         if log.row.counts or not aside:
-            self.record.discarded += [len(self.record.updates)] * len(aside)
+            self.record.discarded += [len(self.record.steps)] * len(aside)
             return
         first, *others = aside
         for one in others:
@@ -188,7 +188,7 @@ class Rows:
 
     def on_message(self, name: str, tensors: list[torch.Tensor],
                    group: Group | None = None) -> None:
-        """Note what a collective says of the update to come."""
+        """Note what a collective says of the step to come."""
         row: Row = self.log.row
         now: Notes = self.log.now
         self.record.low |= any(map(is_low, tensors))  # mixed, or compressed
@@ -262,7 +262,7 @@ class Rows:
         return False
 
     def on_gradients(self, optimizer: Optimizer) -> None:
-        """Record an update that is to come, and end where it is the last."""
+        """Record a step that is to come, and end where it is the last."""
         if self.recorded:  # a closure may be called several times
             return
         log, self.recorded = self.log, True
@@ -282,12 +282,12 @@ class Rows:
             self.leave()
         if self.kind == "saved" and any(
                 os.path.exists(f"{log.folder}/saved-{count}")
-                for count in range(len(self.record.updates) + 1)):
+                for count in range(len(self.record.steps) + 1)):
             self.since.add(number)
             if self.record.saved is None:
-                self.record.saved = len(self.record.updates)
+                self.record.saved = len(self.record.steps)
         weights = self.name_weights(number, optimizer)
-        self.record.updates.append(self.snapshot(number, optimizer, weights))
+        self.record.steps.append(self.snapshot(number, optimizer, weights))
         self.made[number] += 1
         if len(self.since) == len(self.optimizers):
             self.leave()
@@ -295,7 +295,7 @@ class Rows:
             for weight in weights.values():
                 weight.grad = None
         self.weights = weights
-        self.begin_update()
+        self.begin_step()
 
     def name_weights(self, number: int,
                      optimizer: Optimizer) -> dict[str, torch.Tensor]:
@@ -314,22 +314,22 @@ class Rows:
 
     def snapshot(self, number: int, optimizer: Optimizer,
                  weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Return what is recorded of an update before it is made.
+        """Return what is recorded of a step before it is made.
 
         Args:
             number: of the optimizer.
-            optimizer: which is about to update.
+            optimizer: which is about to make its step.
             weights: its parameters by name.
 
         Returns:
-            The update's `Row`, and
+            The step's `Row`, and
 
             optimizer  its number
             rates      the learning rates of its groups
             drawn      how many indices each DistributedSampler has given
             elements   of the parameters that can be trained
             without    names of parameters that have no gradient
-            before     the weights at an optimizer's first update; else None
+            before     the weights at an optimizer's first step; else None
             now        the weights
             random     what `random_states` returns
             gradients  before they are clipped
@@ -345,7 +345,7 @@ class Rows:
             id(weight): thin(weight.grad) / scale
             for weight in weights.values() if weight.grad is not None}
         gradients |= log.now.unclipped
-        update: dict[str, Any] = vars(log.row) | {
+        record: dict[str, Any] = vars(log.row) | {
             "optimizer": number,
             "rates": [float(group["lr"]) for group in optimizer.param_groups
                       if "lr" in group],
@@ -363,27 +363,27 @@ class Rows:
             "sums": describe_known(weights, log.sums),
             "weighed": describe_known(weights, log.weighed)}
         if self.kind in ("saved", "resumed"):
-            update["kept"] = parts.describe(kept(optimizer, weights))
-        return update
+            record["kept"] = parts.describe(kept(optimizer, weights))
+        return record
 
-    def on_updated(self, optimizer: Optimizer) -> None:
+    def on_step(self, optimizer: Optimizer) -> None:
         """Record what has become of the weights."""
         self.recorded = False
         # in this step
-        self.record.updates[-1]["within"] = self.log.row.reduced
-        self.begin_update()  # drop what a closure recomputes
+        self.record.steps[-1]["within"] = self.log.row.reduced
+        self.begin_step()  # drop what a closure recomputes
         buffers = {f"{i}.{name}": thin(buffer)
                    for i, module in enumerate(self.log.modules.values())
                    for name, buffer in persistent_buffers(module)
                    if buffer.is_floating_point()}
-        self.record.updates[-1].update(weights=describe(
+        self.record.steps[-1].update(weights=describe(
             self.weights, thin), buffers=parts.describe(buffers.items()))
 
     def on_skipped(self) -> None:
-        """Forget what led to an update that a GradScaler leaves out."""
-        self.record.skipped.append(len(self.record.updates))
+        """Forget what led to a step that a GradScaler leaves out."""
+        self.record.skipped.append(len(self.record.steps))
         self.recorded, self.put_aside = False, []
-        self.begin_update()
+        self.begin_step()
 
     def leave(self) -> NoReturn:
         """End here, once all others have: gloo fails where one has gone."""
@@ -482,7 +482,7 @@ def random_states() -> dict[str, str]:
 
 
 def take_pending(log: Log) -> None:
-    """Note what the modules were given as the samples of this update."""
+    """Note what the modules were given as the samples of this step."""
     for rows, columns in log.now.pending:
         log.row.rows += rows
         log.row.columns += columns

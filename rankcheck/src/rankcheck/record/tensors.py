@@ -212,14 +212,14 @@ def assemble(ranks: Iterable[LocalTensors],
     return Whole(tensors, holes, differing, apart)
 
 
-def put_together(updates: Iterable[Mapping[str, Any]], what: str) -> Whole:
-    """Put together what the ranks that have it recorded of an update.
+def put_together(records: Iterable[Mapping[str, Any]], what: str) -> Whole:
+    """Put together what the ranks that have it recorded of a step.
 
     Args:
-        updates: of each rank, an update as rows.py records it.
+        records: of each rank, a step as rows.py records it.
         what: the key of what `describe` returned, as "gradients".
     """
-    return assemble([update[what] for update in updates if what in update])
+    return assemble([record[what] for record in records if what in record])
 
 
 def without(state: LocalTensors, names: Collection[str]) -> LocalTensors:

@@ -88,7 +88,7 @@ def dropout(log: Log) -> None:
     """Switch dropout off.
 
     dropout: whether it was. In its place a random number is drawn for each
-    update, which moves the generator on.
+    step, which moves the generator on.
     """
     def move_on(optimizer: torch.optim.Optimizer) -> None:
         if log.record.dropout:

@@ -1,16 +1,16 @@
-"""Watches any training script: its models, their samples and updates.
+"""Watches any training script: its models, their samples and steps.
 
-updates   of each call of an optimizer's step: see rows.py
+steps     of each call of an optimizer's step: see rows.py
 shapes    of the parameters by name, in the order of the optimizers. A name
           begins with the class of the model that it is in, and a colon
 batchnorm whether statistics of a microbatch enter the loss
 low       whether it computes in bf16 or fp16
 draws     whether the model draws random numbers, dropout apart
-saved     how many updates were recorded when it had saved something
+saved     how many steps were recorded when it had saved something
 copies    of the model: what `parts.describe` says of each at the end
 model     the same of all that train, in an optimizer or not
 tied      {another name of a parameter: its name}, within a module
-skipped   how many updates a GradScaler has left out, and before which others
+skipped   how many steps a GradScaler has left out, and before which others
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rankcheck.record.cpu_backend import on_gpu, process
 from rankcheck.record.files import opened
 from rankcheck.record.outputs import Outputs, type_of
 from rankcheck.record.rank_record import RankRecord
-from rankcheck.record.recorder import Log, Probe, Updates, replace
+from rankcheck.record.recorder import Log, OptimizerSteps, Probe, replace
 from rankcheck.record.rows import (
     Notes,
     Row,
@@ -64,13 +64,13 @@ def probes(folder: str | os.PathLike[str], size: int, steps: int,
         kind: see there.
         on_gpus: whether a CPU stands in for GPUs.
         device: "gpu" for GPUs themselves.
-        outputs: in how many updates those of modules are recorded.
+        outputs: in how many steps those of modules are recorded.
     """
     beside = os.path.dirname(folder)
     without = (str(folder), f"{beside}/guard/", f"{beside}/tmp/", *NO_OUTPUT)
     found: list[Probe] = [
         partial(Rows, size=size, steps=steps, kind=kind), Modules(),
-        Outputs(outputs), partial(use, module="torch_api"), Updates(),
+        Outputs(outputs), partial(use, module="torch_api"), OptimizerSteps(),
         process if device == "cpu" else on_gpu, messages]
     if on_gpus:
         found.append(partial(use, module="fake_cuda"))
@@ -151,7 +151,7 @@ class Modules:
             return backward(loss, *args, **kwargs)
 
     def trains(self, module: nn.Module) -> bool:
-        """Whether a call of this module leads to an update."""
+        """Whether a call of this module leads to a step."""
         return (self.log.here and torch.is_grad_enabled() and module.training
                 and torch._C._current_graph_task_id() == -1
                 and any(one.requires_grad for one in module.parameters()))
@@ -240,7 +240,7 @@ class Modules:
     def on_root(self, module: nn.Module, arguments: Any) -> None:
         """Note what the outermost module of a forward pass is given.
 
-        The samples of an update are what the first of these is given: rows
+        The samples of a step are what the first of these is given: rows
         of all tensors as long as the first, as far as they are data; or their
         columns, where the batch is the second dimension.
         """

@@ -13,7 +13,7 @@ from rankcheck.verification.comparison import (
     find_split,
     rows,
 )
-from rankcheck.verification.runs import Runs, count_updates, reduces
+from rankcheck.verification.runs import Runs, compare_step_counts, reduces
 
 UNSEEDED = ("the single-process run reads different samples each time: "
             "set a seed")
@@ -63,15 +63,15 @@ def choose(runs: Runs) -> Choice:
             note = "without a GPU each process trains by itself"
     if ended and together.killed:
         return Choice(None, [ended], "not all ranks finished")
-    updated = all(record and record.updates for record in together.records)
+    stepped = all(record and record.steps for record in together.records)
     skips = find_skips(together)
-    uneven = skips or count_updates(together)
+    uneven = skips or compare_step_counts(together)
     if skips and any(record and together.asked("left", rank)
                      for rank, record in enumerate(together.records)):
         ended = None  # it follows: a rank was done, and others waited for it
-    if skips and updated:
+    if skips and stepped:
         uneven = []  # asked later, beside all else
-    if uneven or (ended and not updated):
+    if uneven or (ended and not stepped):
         if ended:
             uneven = [*uneven, ended]
         return Choice(None, uneven, "the ranks did not make the same number "
@@ -95,12 +95,12 @@ def choose(runs: Runs) -> Choice:
 
 
 def compare(comparison: Comparison, findings: list[Finding]) -> Choice:
-    """Choose the run of one process by the samples that each update has."""
+    """Choose the run of one process by the samples that each step has."""
     batches = compare_batches(comparison)
     columns = replace(comparison, columns=True)
-    if batches.factor is None or batches.updates is not None:
+    if batches.factor is None or batches.steps is not None:
         by_columns = compare_batches(columns)
-        if by_columns.factor and by_columns.updates is None:
+        if by_columns.factor and by_columns.steps is None:
             comparison, batches = columns, by_columns
     if batches.factor == comparison.size:
         still, ended = comparison.runs("still")
@@ -117,7 +117,7 @@ def compare(comparison: Comparison, findings: list[Finding]) -> Choice:
         findings = findings + repetition.findings
     if batches.factor is None:
         return Choice(replace(comparison, apart=reason), findings)
-    return Choice(replace(comparison, compared=batches.updates, later=reason),
+    return Choice(replace(comparison, compared=batches.steps, later=reason),
                   findings)
 
 
@@ -139,7 +139,7 @@ def reads_again(comparison: Comparison) -> Repetition:
     Those of strings: each rank has its own, and so has each start.
     """
     def samples(run: RunRecord) -> list[list[str]]:
-        return [update["samples"] for update in comparison.view(run)[0]]
+        return [record["samples"] for record in comparison.view(run)[0]]
 
     def reads_the_same(name: str) -> bool | None:
         """Return None if that was not seen."""
@@ -147,7 +147,7 @@ def reads_again(comparison: Comparison) -> Repetition:
         if ended:
             return None
         return samples(run) == [
-            update["samples"] for update in comparison.single]
+            record["samples"] for record in comparison.single]
 
     if reads_the_same("hashes") is not False:
         return Repetition()

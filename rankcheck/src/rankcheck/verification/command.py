@@ -259,7 +259,7 @@ class Experiment:
         program: what is run.
         size: the number of processes in the runs of several.
         device: "gpu" where there are GPUs, else "cpu".
-        patience: seconds without an update after which idle ranks are given
+        patience: seconds without a step after which idle ranks are given
             up.
         workspace: where the runs are made.
         preload: modules that are imported once for all ranks.
@@ -300,7 +300,7 @@ class Experiment:
         cwd, script = copy.name(Path.cwd()), copy.name(program.script)
         if program.module and not script.is_relative_to(cwd):
             script = program.script  # it is imported where it is installed
-        # of how many updates the modules' outputs are recorded
+        # of how many steps the modules' outputs are recorded
         outputs = {"": 1, "still": self.size}.get(kind, 0)
         hidden = {} if self.device == "gpu" else ON_CPU
         run = self.workspace.run(

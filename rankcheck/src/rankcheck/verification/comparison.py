@@ -18,7 +18,7 @@ from rankcheck.record.tensors import names, put_together, whole_here, without
 from rankcheck.verification.locate import OutputComparison, compare_outputs
 from rankcheck.verification.runs import Runs
 
-LOSS, GRADIENT, UPDATE = 1e-4, 1e-3, 0.05  # relative
+LOSS, GRADIENT, WEIGHT_UPDATE = 1e-4, 1e-3, 0.05  # relative
 LOW = 30  # times that in bf16 or fp16
 
 # Relative difference up to which learning rates and other settings of an
@@ -27,8 +27,8 @@ LOW = 30  # times that in bf16 or fp16
 # seen.
 SAME_SETTING = 1e-3
 
-# What a rank has recorded of an update; see rankcheck.record.rows
-Update: TypeAlias = dict[str, Any]
+# What a rank has recorded of a step; see rankcheck.record.rows
+StepRecord: TypeAlias = dict[str, Any]
 Ask: TypeAlias = "Callable[[Comparison], Iterable[Finding]]"
 
 # In the order in which they are asked: causes before their effects
@@ -63,10 +63,10 @@ class Comparison:
         runs: from which others can be had.
         alone: as one process; None where it does not train as one.
         together: as several.
-        still: as one that updates nothing, if that is compared.
+        still: as one that updates no weights, if that is compared.
         columns: whether the batch is the second dimension.
         apart: why it is compared with neither of the others, or "".
-        compared: only so many updates are, for the reason that `later` says;
+        compared: only so many steps are, for the reason that `later` says;
             None: all.
         later: see `compared`.
         rate: the learning rate, by that of one process.
@@ -97,23 +97,23 @@ class Comparison:
         return len(self.together.records)
 
     @cached_property
-    def single(self) -> list[Update]:
-        """What one process has recorded of its updates, [] if it has none."""
+    def single(self) -> list[StepRecord]:
+        """What one process has recorded of its steps, [] if it has none."""
         return self.view(self.alone)[0] if self.alone else []
 
     @cached_property
-    def longest(self) -> list[Update]:
-        """The same of as many updates as have the same samples."""
+    def longest(self) -> list[StepRecord]:
+        """The same of as many steps as have the same samples."""
         return self.view(self.still)[0] if self.still else self.single
 
     @cached_property
-    def updates(self) -> list[tuple[Update, ...]]:
-        """Of each update that all ranks have made, what each recorded."""
+    def steps(self) -> list[tuple[StepRecord, ...]]:
+        """Of each step that all ranks have made, what each recorded."""
         return list(zip(*self.view(self.together), strict=False))
 
     @cached_property
     def outputs(self) -> OutputComparison:
-        """The modules' outputs in the first update."""
+        """The modules' outputs in the first step."""
         single = self.still or self.alone
         if single is None:
             raise ValueError("there is no run of one process")
@@ -121,21 +121,21 @@ class Comparison:
             self.together.all_records, single.record_of(0),
             "columns" if self.columns else "rows", self.split, self.loosely)
 
-    def view(self, run: RunRecord) -> list[list[Update]]:
-        """Return what each rank has recorded of its updates.
+    def view(self, run: RunRecord) -> list[list[StepRecord]]:
+        """Return what each rank has recorded of its steps.
 
         With its samples, but without the tensors that are split by hand:
         nothing says which part of one a rank has.
         """
-        return [[self.view_update(update) for update in record.updates]
+        return [[self.view_step(step) for step in record.steps]
                 for record in run.all_records]
 
-    def view_update(self, update: Update) -> Update:
-        samples = update["columns" if self.columns else "rows"]
-        shown = {**update, "samples": samples}
+    def view_step(self, record: StepRecord) -> StepRecord:
+        samples = record["columns" if self.columns else "rows"]
+        shown = {**record, "samples": samples}
         if not self.split:
             return shown
-        for name, state in update.items():
+        for name, state in record.items():
             has_tensors = isinstance(state, dict) and "plain" in state
             if has_tensors:  # as rankcheck.record.tensors describes them
                 shown[name] = without(state, self.split)
@@ -147,14 +147,14 @@ class Comparison:
         low = any(record.low for record in self.together.all_records)
         return LOW if low else 1
 
-    def elements(self, updates: Sequence[Update]) -> int:
-        """Return how many elements an update's parameters have, on all ranks.
+    def elements(self, records: Sequence[StepRecord]) -> int:
+        """Return how many elements a step's parameters have, on all ranks.
 
         With ZeRO-1 each rank's optimizer has some of them.
         """
-        owned = [names(update["now"]) for update in updates]
+        owned = [names(record["now"]) for record in records]
         if all(one == owned[0] for one in owned):
-            elements: int = updates[0]["elements"]
+            elements: int = records[0]["elements"]
             return elements
         shapes: dict[str, tuple[int, ...]] = {}
         for record in self.together.all_records:
@@ -163,15 +163,15 @@ class Comparison:
                    for name in set().union(*owned))
 
     @property
-    def by_step(self) -> bool:
+    def reduces_in_step(self) -> bool:
         """Whether the optimizer reduces the gradients, when it is called."""
-        return all(update.get("within", 0) > 0.5 * update["elements"]
-                   for updates in self.updates for update in updates)
+        return all(record.get("within", 0) > 0.5 * record["elements"]
+                   for records in self.steps for record in records)
 
     @property
     def splits_matrices(self) -> bool:
         """Whether parameters are sharded, and not by fully_shard alone."""
-        sharded = self.updates[0][0]["gradients"]["sharded"].values()
+        sharded = self.steps[0][0]["gradients"]["sharded"].values()
         if self.split:
             return True
         fully_shard = self.asked("fully_shard")
@@ -206,33 +206,33 @@ class Comparison:
         return text
 
 
-def rows(updates: Iterable[Update]) -> list[str]:
-    """Return all samples of several updates, as often as they are read."""
-    return [row for update in updates for row in update["samples"]]
+def rows(records: Iterable[StepRecord]) -> list[str]:
+    """Return all samples of several steps, as often as they are read."""
+    return [row for record in records for row in record["samples"]]
 
 
 @dataclass(frozen=True)
 class BatchComparison:
-    """How the samples of an update relate to those of one process.
+    """How the samples of a step relate to those of one process.
 
     Attributes:
-        factor: 1, or the number of processes, if an update has the samples of
-            one update of one process, or of that many; None if it has others.
-        updates: in how many updates from the first on; None: in all.
+        factor: 1, or the number of processes, if a step has the samples of
+            one step of one process, or of that many; None if it has others.
+        steps: in how many steps from the first on; None: in all.
         reason: why the others cannot be compared, "" if all can.
     """
 
     factor: int | None
-    updates: int | None = None
+    steps: int | None = None
     reason: str = ""
 
 
 def compare_batches(case: Comparison) -> BatchComparison:
-    """Compare the samples of each update of the first optimizer."""
-    alone = [set(update["samples"]) for update in case.single
-             if update["optimizer"] == 0]
-    together = [set(rows(updates)) for updates in case.updates
-                if updates[0]["optimizer"] == 0]
+    """Compare the samples of each step of the first optimizer."""
+    alone = [set(record["samples"]) for record in case.single
+             if record["optimizer"] == 0]
+    together = [set(rows(records)) for records in case.steps
+                if records[0]["optimizer"] == 0]
     if not case.alone:
         return BatchComparison(None, reason="it does not train with 1 process")
     if not any(alone) or not any(together):
@@ -253,15 +253,15 @@ def compare_batches(case: Comparison) -> BatchComparison:
         reason = "it skips other steps than with 1 process"
     if same == 0 or not together[0]:
         return BatchComparison(None, reason=reason)
-    # the updates of all optimizers before the first of other samples
-    numbers = [i for i, updates in enumerate(case.updates)
-               if updates[0]["optimizer"] == 0]
+    # the steps of all optimizers before the first of other samples
+    numbers = [i for i, records in enumerate(case.steps)
+               if records[0]["optimizer"] == 0]
     return BatchComparison(1, numbers[same],
                            f"from step {numbers[same]} on, {reason}")
 
 
 def left_out(record: RankRecord) -> list[int]:
-    """Return how many updates came before each that a rank has left out.
+    """Return how many steps came before each that a rank has left out.
 
     A GradScaler leaves one out, or the script throws its gradients away.
     """
@@ -271,22 +271,22 @@ def left_out(record: RankRecord) -> list[int]:
 def decisions(record: RankRecord) -> list[str]:
     """Return what a rank did with its gradients, time after time.
 
-    "makes" for an update, else how it was left out.
+    "makes" for a step, else how it was left out.
     """
     made: list[str] = []
-    for update in range(len(record.updates) + 1):
-        made += ["its GradScaler skipped it"] * record.skipped.count(update)
+    for step in range(len(record.steps) + 1):
+        made += ["its GradScaler skipped it"] * record.skipped.count(step)
         made += ["its gradients were discarded"] * record.discarded.count(
-            update)
-        if update < len(record.updates):
+            step)
+        if step < len(record.steps):
             made.append("makes")
     return made
 
 
 def find_skips(run: RunRecord) -> list[Finding]:
-    """Return a failure where a rank makes an update that another leaves out.
+    """Return a failure where a rank makes a step that another leaves out.
 
-    Where both have come to their last update, one of them has thrown more
+    Where both have come to their last step, one of them has thrown more
     gradients away: it may have computed those for itself, as in a profile.
     """
     # one that has died has left no record
@@ -304,13 +304,13 @@ def find_skips(run: RunRecord) -> list[Finding]:
             who, other, reason = first, rank, pair[0]
             if first_makes:
                 who, other, reason = rank, first, pair[1]
-            update = mine[:at].count("makes")
+            step = mine[:at].count("makes")
             return [fail(
-                f"rank {who} skips a step before its step {update} "
+                f"rank {who} skips a step before its step {step} "
                 f"({reason}), rank {other} does not",
                 "make the same decision on all ranks: all_reduce what it "
                 "depends on (a loss, a norm, found_inf)", ranks=[who],
-                numbers={"step": update},
+                numbers={"step": step},
                 learned={"apart": "the ranks skip different steps"},
                 kind="skipped-step")]
     return []
@@ -344,10 +344,10 @@ def find_split(alone: RunRecord, together: RunRecord, ended: Finding | None
     elif any("alltoall" in call["call"].replace("_", "")
              for call in together.calls(0)):
         kinds = ["before", "gradients"]  # an expert is of one rank
-    for updates in zip(*(record.updates for record in together.all_records),
+    for records in zip(*(record.steps for record in together.all_records),
                        strict=False):
-        if kinds and all(update["before"] for update in updates):
-            split |= set.intersection(*(put_together(updates, kind).apart
+        if kinds and all(record["before"] for record in records):
+            split |= set.intersection(*(put_together(records, kind).apart
                                         for kind in kinds))
     return frozenset(split)
 
@@ -371,10 +371,10 @@ def find_extra(alone: RunRecord, together: RunRecord) -> set[str]:
     extra = {name for name in set.intersection(*map(set, shapes))
              if name not in good
              and len({own[name] for own in shapes}) == 1}
-    firsts = zip(*(record.updates[:1] for record in together.all_records),
+    firsts = zip(*(record.steps[:1] for record in together.all_records),
                  strict=True)
-    differing = {name for updates in firsts
-                 for name in put_together(updates, "before").apart}
+    differing = {name for records in firsts
+                 for name in put_together(records, "before").apart}
     return extra - differing
 
 
@@ -403,9 +403,9 @@ def makes_up(case: Comparison) -> bool:
 def first_weights(record: RankRecord) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the values of each whole tensor, as a rank begins.
     """
-    for update in record.updates:
-        if update["before"]:
-            yield from whole_here(update["before"]).items()
+    for step in record.steps:
+        if step["before"]:
+            yield from whole_here(step["before"]).items()
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
@@ -431,14 +431,14 @@ class SharedGradients(NamedTuple):
     keys: dict[str, int]
 
 
-def gradients_of(updates: Sequence[Update], alone: Iterable[Update],
+def gradients_of(records: Sequence[StepRecord], alone: Iterable[StepRecord],
                  what: str = "gradients") -> SharedGradients:
-    """Return the gradients of an update, and what each of `alone` has.
+    """Return the gradients of a step, and what each of `alone` has.
 
     what: of the latter: "gradients", "local", "sums" or "weighed".
     """
-    mine = put_together(updates, "gradients")
-    each = [put_together([update], what).tensors for update in alone]
+    mine = put_together(records, "gradients")
+    each = [put_together([record], what).tensors for record in alone]
     keys = {key: tensor.numel() for key, tensor in mine.tensors.items()
             if all(key in one and tensor.shape == one[key].shape
                    for one in each)}

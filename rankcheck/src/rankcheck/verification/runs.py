@@ -43,7 +43,7 @@ class RunKind:
 RUNS = {
     "alone": RunKind(False, "with 1 process, "),
     "together": RunKind(True, "with {size} processes, "),
-    # with frozen weights, and with as many updates as read the same samples:
+    # with frozen weights, and with as many steps as read the same samples:
     # where several processes read that many minibatches of one
     "still": RunKind(False),
     # with other hashes of strings, or as it was: where one process reads other
@@ -63,7 +63,7 @@ class PlannedRun:
 
     Attributes:
         size: the number of processes.
-        steps: updates of the first optimizer, after which it ends.
+        steps: steps of the first optimizer, after which it ends.
         kind: of `Rows`; "nodes" if the processes believe that they are on two.
         flags: of the script, beside its own.
         gpus: whether a CPU stands in for GPUs.
@@ -92,7 +92,7 @@ class Runs:
 
     Attributes:
         size: the number of processes in the runs of several.
-        steps: updates that are watched.
+        steps: steps that are watched.
         device: "gpu" where there are GPUs, else "cpu".
         gpus: whether a CPU stands in for GPUs in the next run.
         resume_flags: those that resume a run, if that is asked for, or None.
@@ -117,7 +117,7 @@ class Runs:
         Args:
             name: of `RUNS`.
             flags: of the script, beside its own.
-            fewer: by how many updates it ends earlier than others.
+            fewer: by how many steps it ends earlier than others.
 
         Raises:
             NotCompared: the ranks were idle for too long, in a run without
@@ -171,7 +171,7 @@ class Runs:
 
 
 def how_it_ends(run: RunRecord, words: str = "") -> Finding | None:
-    """Return a finding if a run failed or made no update, else None.
+    """Return a finding if a run failed or made no step, else None.
 
     words: how the finding's sentence begins.
     """
@@ -186,7 +186,7 @@ def how_it_ends(run: RunRecord, words: str = "") -> Finding | None:
                for rank, record in enumerate(run.records)):
             finding.hint = [SPAWNS]
         return finding
-    if all(record and record.updates for record in run.records):
+    if all(record and record.steps for record in run.records):
         return None
     text = f"{words}no PyTorch optimizer makes a step"
     lines = [line for line in run.ranks[0].out.splitlines() if line.strip()]
@@ -199,18 +199,18 @@ def how_it_ends(run: RunRecord, words: str = "") -> Finding | None:
 def reduces(run: RunRecord) -> bool:
     """Return whether a rank sends others anything of which they take a mean.
     """
-    updates = [update for record in run.records if record
-               for update in record.updates]
-    return any(update["reduced"] or update.get("within")
-               for update in updates)
+    steps = [step for record in run.records if record
+             for step in record.steps]
+    return any(step["reduced"] or step.get("within")
+               for step in steps)
 
 
-def count_updates(run: RunRecord) -> list[Finding]:
-    """Return a failure if the ranks have not made as many updates."""
+def compare_step_counts(run: RunRecord) -> list[Finding]:
+    """Return a failure if the ranks have not made as many steps."""
     if any(record and run.asked("join", rank)
            for rank, record in enumerate(run.records)):
         return []  # they need not
-    made = [run.updates(rank) for rank in range(len(run.records))]
+    made = [run.count_steps(rank) for rank in range(len(run.records))]
     for rank, count in enumerate(made):
         if abs(count - made[0]) > 1 or min(made[0], count) == 0 < max(made):
             return [fail(f"rank {rank} makes {count_of(count, 'step')}, "

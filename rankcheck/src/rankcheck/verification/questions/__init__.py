@@ -58,7 +58,7 @@ def verify(runs: Runs) -> Verification:
         comparison = learn(comparison, finding)
     answers = ask_all(QUESTIONS, comparison, learn)
     findings = findings + answers.findings
-    return Verification(by_step(findings), not_seen(answers.subject),
+    return Verification(sort_by_step(findings), not_seen(answers.subject),
                         missing(findings, answers.subject),
                         answers.internal_errors)
 
@@ -80,8 +80,8 @@ def missing(findings: list[Finding], case: Comparison) -> list[str]:
     return lacks
 
 
-def by_step(findings: list[Finding]) -> list[Finding]:
-    """Return the same, those that name an update in the order of the updates.
+def sort_by_step(findings: list[Finding]) -> list[Finding]:
+    """Return the same, those that name a step in the order of the steps.
 
     All others keep their places.
     """
@@ -108,15 +108,15 @@ def may_be(case: Comparison) -> str:
 
 def not_seen(case: Comparison) -> list[str]:
     """Say what the answers say nothing about."""
-    return [after_last_update(case), about_devices(case),
+    return [after_last_step(case), about_devices(case),
             "whether targets belong to their samples: a sample is a row of "
             "the model's input",
             *unseen_of_ranks(case), *unseen_of_single(case)]
 
 
-def after_last_update(case: Comparison) -> str:
-    """Say which update was the last that was watched, and what comes then."""
-    made = sum(updates[0]["optimizer"] == 0 for updates in case.updates)
+def after_last_step(case: Comparison) -> str:
+    """Say which step was the last that was watched, and what comes then."""
+    made = sum(records[0]["optimizer"] == 0 for records in case.steps)
     text = f"anything after step {made - 1}"
     if made < case.runs.steps:
         who = "the script"
@@ -149,7 +149,7 @@ def unseen_of_ranks(case: Comparison) -> list[str]:
     if nodes.all_on_the_first(case):
         texts.append("whether each rank has its own GPU: all use GPU 0, which "
                      "is right if each rank sees only one")
-    if case.by_step:
+    if case.reduces_in_step:
         texts.append("gradients that the optimizer reduces: only the "
                      "resulting weights are seen")
     if case.asked("FSDP1"):
@@ -178,9 +178,9 @@ def unseen_of_single(case: Comparison) -> list[str]:
         texts.append("whether weights match the single-process run: the "
                      "global batch size differs; gradients and losses were "
                      f"compared with the mean of {case.size} minibatches")
-    first = case.updates[0]
+    first = case.steps[0]
     if first[0]["local"]["flat"].numel() == 0:
         texts.append("each rank's own gradients")
-    if not any(update["losses"] for update in first):
+    if not any(step["losses"] for step in first):
         texts.append("losses: loss.backward() was not seen")
     return texts

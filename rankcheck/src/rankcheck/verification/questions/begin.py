@@ -26,7 +26,7 @@ from rankcheck.verification.comparison import (
     first_weights,
     question,
 )
-from rankcheck.verification.questions.records import Updates, flatten
+from rankcheck.verification.questions.records import StepRecords, flatten
 from rankcheck.verification.runs import AGAIN
 
 # Relative error of all first weights as one vector, up to which they are
@@ -59,21 +59,21 @@ def leftovers(case: Comparison) -> list[Finding]:
 def numbers(case: Comparison) -> list[Finding]:
     """Answer whether weights and losses are finite, and a gradient is not 0.
     """
-    for step, updates in enumerate(case.updates):
-        names = find_nonfinite(updates)
+    for step, records in enumerate(case.steps):
+        names = find_nonfinite(records)
         if names:
             return [fail("initial weights contain NaN or inf: "
                          f"{case.named(names)}", "initialize every parameter: "
                          "to_empty() leaves memory uninitialized",
                          kind="nonfinite-weights")]
-        if has_nan_loss(updates):
+        if has_nan_loss(records):
             text = f"in step {step} the loss is NaN"
             if has_nan_loss(case.single):
                 text += ", with 1 process as well"
             return [fail(text, "remove the NaN first: with it, nothing "
                          "else can be compared",
                          numbers={"step": step}, kind="nonfinite-loss")]
-    parts = flatten(map(gradient_parts, case.updates))
+    parts = flatten(map(gradient_parts, case.steps))
     if parts and not any(part.any() for part in parts):
         return [warn("all gradients are 0", "check that the loss depends on "
                      "the weights: the model cannot learn, and nothing could "
@@ -82,29 +82,29 @@ def numbers(case: Comparison) -> list[Finding]:
     return []
 
 
-def find_nonfinite(updates: Updates) -> set[str]:
+def find_nonfinite(records: StepRecords) -> set[str]:
     """Return the parameters that a rank begins with nan or infinity in."""
     found: set[str] = set()
-    for rank, update in enumerate(updates):
-        if not update["before"]:
+    for rank, record in enumerate(records):
+        if not record["before"]:
             continue
-        for name, _, part, _ in pieces(update["before"], rank):
+        for name, _, part, _ in pieces(record["before"], rank):
             if not part.isfinite().all():
                 found.add(name)
     return found
 
 
-def has_nan_loss(updates: Updates) -> bool:
-    """Return whether a loss of one of the updates is nan."""
-    losses: list[float] = flatten(update["losses"] for update in updates)
+def has_nan_loss(records: StepRecords) -> bool:
+    """Return whether a loss of one of the steps is nan."""
+    losses: list[float] = flatten(record["losses"] for record in records)
     return any(loss != loss for loss in losses)
 
 
-def gradient_parts(updates: Updates) -> list[torch.Tensor]:
-    """Return what the ranks have of the gradients of an update."""
+def gradient_parts(records: StepRecords) -> list[torch.Tensor]:
+    """Return what the ranks have of the gradients of a step."""
     parts = []
-    for rank, update in enumerate(updates):
-        parts += [part for _, _, part, _ in pieces(update["gradients"], rank)]
+    for rank, record in enumerate(records):
+        parts += [part for _, _, part, _ in pieces(record["gradients"], rank)]
     return parts
 
 
@@ -113,7 +113,7 @@ def process_group(case: Comparison) -> list[Finding]:
     """Answer whether a rank joins a process group, or reduces anything."""
     if (case.asked("init_process_group")
             or any(record.joined for record in case.together.all_records)
-            or any(update["reduced"] for update in flatten(case.updates))):
+            or any(step["reduced"] for step in flatten(case.steps))):
         return []
     script = case.together.script.read_text(errors="replace")
     flag = re.search(r"--local[_-]rank", script)
@@ -125,8 +125,8 @@ def process_group(case: Comparison) -> list[Finding]:
 
 
 @question("all ranks skip the same steps", always)
-def skipped_updates(case: Comparison) -> list[Finding]:
-    """Answer whether a rank makes an update that another leaves out."""
+def skipped_steps(case: Comparison) -> list[Finding]:
+    """Answer whether a rank makes a step that another leaves out."""
     return find_skips(case.together)
 
 
@@ -203,9 +203,9 @@ def hand_sharded_parts(case: Comparison) -> list[Finding]:
 @question("initial weights are those of the single-process run")
 def start(case: Comparison) -> list[Finding]:
     """Answer whether all ranks, and one process, begin with equal weights."""
-    firsts = [updates for updates in case.updates if updates[0]["before"]]
-    for updates in firsts:
-        whole = put_together(updates, "before")
+    firsts = [records for records in case.steps if records[0]["before"]]
+    for records in firsts:
+        whole = put_together(records, "before")
         if whole.apart:
             rank = min(whole.differing)
             return [fail(f"rank {rank} starts with different weights than "
@@ -227,23 +227,23 @@ def start(case: Comparison) -> list[Finding]:
             kind="hand-sharded-parameters")]
     if not begin_alike(firsts[0], case.single[:1]):
         return [other_start(case, firsts[0])]
-    states = [updates[0]["before"] for updates in firsts]  # rank 0's
+    states = [records[0]["before"] for records in firsts]  # rank 0's
     count = sum(len(state["plain"]) + len(state["sharded"])
                 for state in states)
     return [ok(f"all ranks start with the same weights ({count} parameters)",
                numbers={"parameters": count}, kind="equal-initial-weights")]
 
 
-def begin_alike(updates: Updates, single: Updates) -> bool:
+def begin_alike(records: StepRecords, single: StepRecords) -> bool:
     """Return whether the first weights are those of one process.
 
     Weights of other shapes are not compared: they count as the same.
 
     Args:
-        updates: the first of each rank.
+        records: the first of each rank.
         single: the first of one process, if there is one.
     """
-    ranks = put_together(updates, "before")
+    ranks = put_together(records, "before")
     expected = put_together(single, "before")
     for name, tensor in expected.tensors.items():
         if name in ranks.tensors and ranks.tensors[name].shape != tensor.shape:
@@ -251,13 +251,13 @@ def begin_alike(updates: Updates, single: Updates) -> bool:
     return ranks.error(expected) <= SAME_START  # nan is not
 
 
-def other_start(case: Comparison, updates: Updates) -> Finding:
+def other_start(case: Comparison, records: StepRecords) -> Finding:
     """Say why the first weights may be others than those of one process.
 
     One process is started once more, to see whether it begins alike each time.
 
     Args:
-        updates: the first of each rank.
+        records: the first of each rank.
     """
     learned: Learned = {"apart": case.apart or "initial weights differ"}
     again, ended = case.runs("again")
@@ -267,13 +267,13 @@ def other_start(case: Comparison, updates: Updates) -> Finding:
                     f"{ended.text}",
                     ended.advice, learned=learned,
                     kind="initial-weights-not-compared")
-    repeated = put_together(again.record_of(0).updates[:1], "before")
+    repeated = put_together(again.record_of(0).steps[:1], "before")
     expected = put_together(case.single[:1], "before")
     if not repeated.error(expected) <= SAME_START:
         return warn("the single-process run starts with different weights "
                     "each time", "set a seed, so that runs can be compared",
                     learned=learned, kind="unseeded-weights")
-    twins = drawn_twice(updates)
+    twins = drawn_twice(records)
     if twins:
         return warn("all ranks have the same values in their parts of "
                     f"{case.named(twins)}", "check this on GPUs: on a CPU, "
@@ -281,12 +281,12 @@ def other_start(case: Comparison, updates: Updates) -> Finding:
                     learned=learned, kind="equal-initial-shards")
     text = "initial weights differ from the single-process run"
     hint = "set the same seed on all ranks right before the model is created"
-    if updates[0]["before"]["sharded"]:
+    if records[0]["before"]["sharded"]:
         return fail(text, hint, learned=learned, kind="other-initial-weights")
     return warn(text, hint, learned=learned, kind="other-initial-weights")
 
 
-def drawn_twice(updates: Updates) -> set[str]:
+def drawn_twice(records: StepRecords) -> set[str]:
     """Return the sharded parameters of which two ranks have equal numbers.
 
     It compares the first half of the smaller part, as parts may be unequal:
@@ -296,12 +296,12 @@ def drawn_twice(updates: Updates) -> set[str]:
     nor is a part of a later rank with any but the first rank's.
 
     Args:
-        updates: the first of each rank.
+        records: the first of each rank.
     """
     parts: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     twins: set[str] = set()
-    for rank, update in enumerate(updates):
-        for name, entry in update["before"]["sharded"].items():
+    for rank, record in enumerate(records):
+        for name, entry in record["before"]["sharded"].items():
             part = entry["part"].flatten()
             indices = elements(entry, rank)
             first_part, first_indices = parts.setdefault(name, (part, indices))

@@ -10,7 +10,7 @@ from rankcheck.engine.findings import Finding, fail, ok, percent, warn
 from rankcheck.engine.questions import always
 from rankcheck.record.tensors import assemble, whole_here
 from rankcheck.verification.comparison import (
-    UPDATE,
+    WEIGHT_UPDATE,
     Comparison,
     first_weights,
     flat,
@@ -18,7 +18,7 @@ from rankcheck.verification.comparison import (
     question,
 )
 from rankcheck.verification.questions.records import Opener, places_of
-from rankcheck.verification.questions.single import UpdatePair, weight_error
+from rankcheck.verification.questions.single import StepPair, weight_error
 
 REMEDIES = {  # by the library that writes the file
     "hydra": "set hydra.run.dir=... with the rank in it, or "
@@ -66,7 +66,7 @@ def averages(case: Comparison) -> list[Finding]:
     first = {}
     for name, tensor in first_weights(case.alone.record_of(0)):
         first[name.partition(":")[2]] = tensor
-    limit = UPDATE * case.loosely
+    limit = WEIGHT_UPDATE * case.loosely
     compared = 0
     for state, single_state in zip(case.together.record_of(0).copies,
                                    case.alone.record_of(0).copies,
@@ -102,11 +102,11 @@ def follow_other_weights(case: Comparison) -> bool:
 
     Then copies that follow them differ as well.
     """
-    made = min(len(case.updates), len(case.single))
+    made = min(len(case.steps), len(case.single))
     if not made:
         return False
-    last = UpdatePair(made - 1, case.updates[made - 1],
-                      [case.single[made - 1]])
+    last = StepPair(made - 1, case.steps[made - 1],
+                    [case.single[made - 1]])
     error = weight_error(case, last, (1.0,))
     return error is not None and not error.is_small
 

@@ -40,27 +40,27 @@ from rankcheck.verification.questions.optimizers import (
 )
 from rankcheck.verification.questions.records import (
     Opener,
-    Updates,
+    StepRecords,
     flatten,
     places_of,
     sampler_starts,
 )
 from rankcheck.verification.questions.single import LATER_GRADIENT
 from rankcheck.verification.questions.vectors import are_parallel, ratio_of
-from rankcheck.verification.runs import count_updates
+from rankcheck.verification.runs import compare_step_counts
 
 NOT_YET = "not tried"
 
-# Updates that are watched: one with the first weights, and one with what the
-# first update has made of them.
+# Steps that are watched: one with the first weights, and one with what the
+# first step has made of them.
 STEPS = 2
 
-# Share of an update's samples that may repeat beyond those on one node. Random
+# Share of a step's samples that may repeat beyond those on one node. Random
 # draws repeat some by chance. A choice, not a measurement: of fewer than 20
 # samples, a single repeat is reported.
 CHANCE = 0.05
 
-# Relative difference above which an update has another number of samples than
+# Relative difference above which a step has another number of samples than
 # on one node. A choice, not a measurement.
 OTHER_SIZE = 0.1
 
@@ -84,7 +84,7 @@ def why_not(case: Comparison) -> str:
         return "tried once nothing fails on one"
     if case.asked("join"):
         return "not tried, as ranks end at different times"
-    if not case.updates:
+    if not case.steps:
         return "not tried, as no step was made by all ranks"
     return NOT_YET
 
@@ -102,10 +102,10 @@ class TwoNodes:
     run: RunRecord
 
     @cached_property
-    def pairs(self) -> list[tuple[Updates, Updates]]:
-        """What the ranks recorded as two nodes, and on one, by update."""
-        updates = zip(*self.case.view(self.run), strict=False)
-        return list(zip(updates, self.case.updates, strict=False))
+    def pairs(self) -> list[tuple[StepRecords, StepRecords]]:
+        """What the ranks recorded as two nodes, and on one, by step."""
+        records = zip(*self.case.view(self.run), strict=False)
+        return list(zip(records, self.case.steps, strict=False))
 
     def node(self, rank: int) -> int:
         """Return the node of a rank: 0 or 1."""
@@ -166,7 +166,7 @@ def as_two_nodes(case: Comparison) -> Iterator[Finding]:
                  kind="nodes-refused")
         return
     if not ended:
-        uneven = count_updates(run)
+        uneven = compare_step_counts(run)
         if uneven:
             ended = uneven[0]
             ended.sentence.insert(0, "on two nodes, ")
@@ -264,10 +264,10 @@ def weights(both: TwoNodes) -> list[Finding]:
                             ("gradients", "gradients", "in"),
                             ("weights", "weights", "after")):
         for step, (two, one) in enumerate(both.pairs):
-            if not all(update.get(key) for update in two):
+            if not all(record.get(key) for record in two):
                 continue
             whole = put_together(two, key)
-            known = [update for update in one if update.get(key)]
+            known = [record for record in one if record.get(key)]
             if whole.apart and not put_together(known, key).apart:
                 rank = min(whole.differing)
                 return [fail(
@@ -282,8 +282,8 @@ def weights(both: TwoNodes) -> list[Finding]:
 def optimizer_settings(both: TwoNodes) -> list[Finding]:
     """Say whether the optimizers are told something else."""
     for step, (two, one) in enumerate(both.pairs):
-        for update, expected in zip(two, one, strict=True):
-            rates, good_rates = update["rates"], expected["rates"]
+        for record, expected in zip(two, one, strict=True):
+            rates, good_rates = record["rates"], expected["rates"]
             if rates and good_rates and not are_close(rates[0], good_rates[0]):
                 return [warn(
                     f"on two nodes the learning rate is {rates[0]:.3g} in "
@@ -347,10 +347,10 @@ def gradients(both: TwoNodes) -> list[Finding]:
                kind="nodes-gradients-match")]
 
 
-def begin_alike(two: Updates, one: Updates) -> bool:
-    """Return whether the ranks have the same weights before an update."""
-    known_two = [update for update in two if update["before"]]
-    known_one = [update for update in one if update["before"]]
+def begin_alike(two: StepRecords, one: StepRecords) -> bool:
+    """Return whether the ranks have the same weights before a step."""
+    known_two = [record for record in two if record["before"]]
+    known_one = [record for record in one if record["before"]]
     error = put_together(known_two, "before").error(
         put_together(known_one, "before"))
     return error <= SAME_START  # neither nan nor infinity is

@@ -50,7 +50,7 @@ class Difference:
 def settings(case: Comparison) -> Iterator[Finding]:
     """Answer whether each parameter is trained with the same settings.
 
-    They are those of the first update of its optimizer.
+    They are those of the first step of its optimizer.
     """
     ranks = [by_parameter(record) for record in case.together.all_records]
     for rank, own in enumerate(ranks):
@@ -99,9 +99,9 @@ def judge(case: Comparison, difference: Difference, names: list[str]
 
 
 def has_same_batch(case: Comparison) -> bool:
-    """Return whether the first update has as many samples as one process's.
+    """Return whether the first step has as many samples as one process's.
     """
-    count = len(rows(case.updates[0]))
+    count = len(rows(case.steps[0]))
     single_count = len(rows(case.single[:1]))
     return not case.still and count == single_count > 0
 

@@ -2,7 +2,7 @@
 
 A rank writes plain dictionaries. Their keys are listed at the top of
 rankcheck/src/rankcheck/record/training.py, of a run, and in
-rankcheck/src/rankcheck/record/rows.py, of an update.
+rankcheck/src/rankcheck/record/rows.py, of a step.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from rankcheck.engine.findings import Line
 from rankcheck.engine.run_record import RunRecord
-from rankcheck.verification.comparison import Update
+from rankcheck.verification.comparison import StepRecord
 
-# What several ranks, or one process in several updates, have recorded: for
-# each of them an update.
-Updates: TypeAlias = Sequence[Update]
+# What several ranks, or one process in several steps, have recorded: for
+# each of them a step.
+StepRecords: TypeAlias = Sequence[StepRecord]
 
 # Who opens a file: the number of a line of the script, 0 for another file
 # beside it, or the name of a library; see rankcheck/src/rankcheck/record/

@@ -1,8 +1,8 @@
 """What does a resume bring back?
 
 The script runs as several processes until it has saved something and has the
-gradients of the update after that. There it is ended, started again with the
-flags that resume it, and compared: with itself in that update, and after it
+gradients of the step after that. There it is ended, started again with the
+flags that resume it, and compared: with itself in that step, and after it
 with the run that was not interrupted.
 """
 
@@ -24,7 +24,7 @@ from rankcheck.engine.run_record import RunRecord
 from rankcheck.record.tensors import names as names_of
 from rankcheck.record.tensors import put_together, relative_error
 from rankcheck.verification.comparison import Comparison, question
-from rankcheck.verification.questions.records import Updates, flatten
+from rankcheck.verification.questions.records import StepRecords, flatten
 
 # Relative error up to which a state is the one that was saved. A checkpoint
 # keeps the bits, so only rounding is left; one step of fp32 is 1.2e-7. A
@@ -54,12 +54,12 @@ def resumed_run(case: Comparison) -> list[Finding]:
         return [warn("the ranks save after different steps", "save after the "
                      "same step, so that a resume can be checked",
                      kind="uneven-saves")]
-    made = count_made(first.record_of(0).updates, at)
+    made = count_made(first.record_of(0).steps, at)
     again, ended = case.runs("resumed", case.runs.resume_flags, made)
     if ended:
         return [ended]
-    stopped, back = by_update(first), by_update(again)
-    whole = by_update(case.together)
+    stopped, back = records_by_step(first), records_by_step(again)
+    whole = records_by_step(case.together)
     before, good = stopped[:at], stopped[at:]
     repeats = are_alike(stopped, whole)
     if repeats:
@@ -83,24 +83,25 @@ def resumed_run(case: Comparison) -> list[Finding]:
     return findings
 
 
-def count_made(updates: Updates, at: int) -> int:
-    """Count the updates before one that are of the same optimizer.
+def count_made(records: StepRecords, at: int) -> int:
+    """Count the steps before one that are of the same optimizer.
 
     Args:
-        updates: of all optimizers of a rank.
+        records: of all optimizers of a rank.
         at: the number of the one.
     """
-    number = updates[at]["optimizer"]
-    return sum(update["optimizer"] == number for update in updates[:at])
+    number = records[at]["optimizer"]
+    return sum(record["optimizer"] == number for record in records[:at])
 
 
-def by_update(run: RunRecord) -> list[Updates]:
-    """Return what all ranks have recorded of each update."""
-    return list(zip(*(record.updates for record in run.all_records),
+def records_by_step(run: RunRecord) -> list[StepRecords]:
+    """Return what all ranks have recorded of each step."""
+    return list(zip(*(record.steps for record in run.all_records),
                     strict=False))
 
 
-def are_alike(stopped: Sequence[Updates], whole: Sequence[Updates]) -> bool:
+def are_alike(stopped: Sequence[StepRecords],
+              whole: Sequence[StepRecords]) -> bool:
     """Return whether two runs from the beginning do the same.
 
     They do if they begin with the same weights, and then have the same samples
@@ -108,53 +109,54 @@ def are_alike(stopped: Sequence[Updates], whole: Sequence[Updates]) -> bool:
     """
     if not error_of(stopped[0], whole[0], "before") <= SAME:
         return False
-    for updates, others in zip(stopped, whole, strict=False):
-        if samples(updates) != samples(others):
+    for records, others in zip(stopped, whole, strict=False):
+        if samples(records) != samples(others):
             return False
-        for update, other in zip(updates, others, strict=True):
-            if update["rates"] != other["rates"]:
+        for record, other in zip(records, others, strict=True):
+            if record["rates"] != other["rates"]:
                 return False
     return True
 
 
-def samples(updates: Updates) -> Counter[str]:
+def samples(records: StepRecords) -> Counter[str]:
     """Return how often the ranks read each sample."""
-    return Counter(flatten(update["rows"] for update in updates))
+    return Counter(flatten(record["rows"] for record in records))
 
 
-def error_of(updates: Updates, good: Updates, key: str) -> float:
+def error_of(records: StepRecords, good: StepRecords, key: str) -> float:
     """Return the relative error of what the ranks have recorded.
 
     Args:
-        key: of an update: "before", "weights" or "buffers".
+        key: of a step: "before", "weights" or "buffers".
     """
-    return put_together(updates, key).error(put_together(good, key))
+    return put_together(records, key).error(put_together(good, key))
 
 
-def first_updates(good: Sequence[Updates], back: Sequence[Updates]
-           ) -> list[tuple[Updates, Updates]]:
-    """Return the first update of each optimizer: uninterrupted, resumed."""
-    found: dict[int, tuple[Updates, Updates]] = {}
-    for updates, resumed in zip(good, back, strict=False):
-        if updates[0]["before"] and resumed[0]["before"]:
-            found.setdefault(updates[0]["optimizer"], (updates, resumed))
+def first_step_records(
+        good: Sequence[StepRecords], back: Sequence[StepRecords]
+        ) -> list[tuple[StepRecords, StepRecords]]:
+    """Return the first step of each optimizer: uninterrupted, resumed."""
+    found: dict[int, tuple[StepRecords, StepRecords]] = {}
+    for records, resumed in zip(good, back, strict=False):
+        if records[0]["before"] and resumed[0]["before"]:
+            found.setdefault(records[0]["optimizer"], (records, resumed))
     return [*found.values()]
 
 
-def weights(before: Sequence[Updates], good: Sequence[Updates],
-            back: Sequence[Updates]) -> list[Finding]:
+def weights(before: Sequence[StepRecords], good: Sequence[StepRecords],
+            back: Sequence[StepRecords]) -> list[Finding]:
     """Say whether the weights come back.
 
     Args:
-        before: the updates before the one in which the run was ended.
+        before: the steps before the one in which the run was ended.
         good: those from there on, of the run that was not resumed.
         back: those of the resumed run. So below.
     """
-    for updates, resumed in first_updates(good, back):
-        error = error_of(resumed, updates, "before")
+    for records, resumed in first_step_records(good, back):
+        error = error_of(resumed, records, "before")
         if error <= SAME:  # nan is not
             continue
-        begin = first_of_optimizer(before, updates)
+        begin = first_of_optimizer(before, records)
         text = f"the weights have a relative error of {percent(error)}"
         if error_of(resumed, begin, "before") < SAME:
             text = "the weights were re-initialized, not restored"
@@ -163,18 +165,18 @@ def weights(before: Sequence[Updates], good: Sequence[Updates],
     return [ok("weights are restored", kind="weights-restored")]
 
 
-def first_of_optimizer(before: Sequence[Updates], updates: Updates
-                       ) -> Updates:
-    """Return the first update of the same optimizer, else the one itself."""
-    number = updates[0]["optimizer"]
+def first_of_optimizer(before: Sequence[StepRecords], records: StepRecords
+                       ) -> StepRecords:
+    """Return the first step of the same optimizer, else the one itself."""
+    number = records[0]["optimizer"]
     for earlier in before:
         if earlier[0]["optimizer"] == number:
             return earlier
-    return updates
+    return records
 
 
-def kept(case: Comparison, good: Sequence[Updates], back: Sequence[Updates]
-         ) -> list[Finding]:
+def kept(case: Comparison, good: Sequence[StepRecords],
+         back: Sequence[StepRecords]) -> list[Finding]:
     """Say whether what the optimizers keep comes back.
 
     That are moments, and the number of their steps.
@@ -182,15 +184,15 @@ def kept(case: Comparison, good: Sequence[Updates], back: Sequence[Updates]
     load = ("load the state once the optimizer has its parameters: "
             "optimizer.load_state_dict(...)")
     names: set[str] = set()
-    for updates, resumed in first_updates(good, back):
-        lack = [rank for rank, (update, other) in enumerate(zip(
-            updates, resumed, strict=True))
-            if names_of(update["kept"]) - names_of(other["kept"])]
-        if 0 < len(lack) < len(updates):
+    for records, resumed in first_step_records(good, back):
+        lack = [rank for rank, (record, other) in enumerate(zip(
+            records, resumed, strict=True))
+            if names_of(record["kept"]) - names_of(other["kept"])]
+        if 0 < len(lack) < len(records):
             return [fail("the optimizer's state is not restored on rank "
                          f"{lack[0]}", f"on every rank, {load}", ranks=lack,
                          kind="optimizer-not-restored")]
-        saved = put_together(updates, "kept").tensors
+        saved = put_together(records, "kept").tensors
         loaded = put_together(resumed, "kept").tensors
         for key, expected in saved.items():
             weight, _, name = key.rpartition(" ")
@@ -218,15 +220,15 @@ def kept(case: Comparison, good: Sequence[Updates], back: Sequence[Updates]
                f"({', '.join(sorted(names))})", kind="optimizer-restored")]
 
 
-def learning_rates(before: Sequence[Updates], good: Sequence[Updates],
-                   back: Sequence[Updates]) -> list[Finding]:
+def learning_rates(before: Sequence[StepRecords], good: Sequence[StepRecords],
+                   back: Sequence[StepRecords]) -> list[Finding]:
     """Say whether the learning rate goes on from where it was."""
-    for i, (updates, resumed) in enumerate(zip(good, back, strict=False)):
+    for i, (records, resumed) in enumerate(zip(good, back, strict=False)):
         rates = resumed[0]["rates"]
-        difference = describe_rates(rates, updates[0]["rates"])
+        difference = describe_rates(rates, records[0]["rates"])
         if not difference:
             continue
-        text = f"{difference}, {name_update(i)}"
+        text = f"{difference}, {name_step(i)}"
         if i < len(before) and rates == before[i][0]["rates"]:
             text += ", as at the start"
         return [fail(text, "restore the schedule: "
@@ -253,8 +255,8 @@ def describe_rates(rates: Sequence[float], expected: Sequence[float]) -> str:
     return ""
 
 
-def name_update(i: int) -> str:
-    """Say how long after the resume an update is. i: counted from 0."""
+def name_step(i: int) -> str:
+    """Say how long after the resume a step is. i: counted from 0."""
     if i == 0:
         return "in the next step"
     if i == 1:
@@ -262,7 +264,7 @@ def name_update(i: int) -> str:
     return f"{i} steps later"
 
 
-def severity(good: Sequence[Updates], lost: Sequence[int]
+def severity(good: Sequence[StepRecords], lost: Sequence[int]
              ) -> Callable[..., Finding]:
     """Return how severe a difference is that random numbers may explain.
 
@@ -277,8 +279,9 @@ def severity(good: Sequence[Updates], lost: Sequence[int]
     return fail
 
 
-def position(before: Sequence[Updates], good: Sequence[Updates],
-             back: Sequence[Updates], lost: Sequence[int]) -> list[Finding]:
+def position(before: Sequence[StepRecords], good: Sequence[StepRecords],
+             back: Sequence[StepRecords], lost: Sequence[int]
+             ) -> list[Finding]:
     """Say whether it goes on in the data where it was.
 
     Args:
@@ -288,32 +291,32 @@ def position(before: Sequence[Updates], good: Sequence[Updates],
         return [warn("the data position was not seen", "give the model "
                      "tensors whose rows are samples",
                      kind="position-not-seen")]
-    for i, (updates, resumed) in enumerate(zip(good, back, strict=False)):
+    for i, (records, resumed) in enumerate(zip(good, back, strict=False)):
         read = samples(resumed)
-        if samples(updates) == read:
+        if samples(records) == read:
             continue
         hint = ("save the data position and the seed of the order, and skip "
                 "what was read")
         for number, earlier in enumerate(before):
             if samples(earlier) == read:
-                return [fail(f"{name_update(i)} it reads the samples of "
+                return [fail(f"{name_step(i)} it reads the samples of "
                              f"step {number} again", hint,
                              numbers={"repeats": number},
                              kind="position-not-restored")]
         if lost:
             hint += "; or restore the RNG state, which may be all of it"
         say = severity(good, lost)
-        return [say(f"{name_update(i)} it reads other samples than the "
+        return [say(f"{name_step(i)} it reads other samples than the "
                     "uninterrupted run", hint, kind="position-not-restored")]
     return [ok("the data position is restored",
                kind="position-restored")]
 
 
-def random_numbers(before: Sequence[Updates], good: Sequence[Updates],
-                   back: Sequence[Updates]) -> list[Finding]:
+def random_numbers(before: Sequence[StepRecords], good: Sequence[StepRecords],
+                   back: Sequence[StepRecords]) -> list[Finding]:
     """Say whether the generators go on from where they were.
 
-    Only of those that the script has used between two updates: a generator is
+    Only of those that the script has used between two steps: a generator is
     not compared if its state stays the same on each rank. Those of a worker or
     of the script's own are not seen.
     """
@@ -325,8 +328,8 @@ def random_numbers(before: Sequence[Updates], good: Sequence[Updates],
     for name in good[0][0]["random"]:
         if is_unused(name, before):
             continue
-        wrong = [rank for rank, update in enumerate(back[0])
-                 if update["random"][name] != good[0][rank]["random"][name]]
+        wrong = [rank for rank, record in enumerate(back[0])
+                 if record["random"][name] != good[0][rank]["random"][name]]
         if wrong:
             return [warn(f"{name} RNG state is not restored (rank "
                          f"{wrong[0]})", "save each rank's RNG state, or seed "
@@ -341,15 +344,15 @@ def random_numbers(before: Sequence[Updates], good: Sequence[Updates],
     return findings
 
 
-def is_unused(name: str, before: Sequence[Updates]) -> bool:
+def is_unused(name: str, before: Sequence[StepRecords]) -> bool:
     """Return whether a generator's state stays the same on each rank."""
-    for updates in zip(*before, strict=True):  # of a rank
-        if len({update["random"][name] for update in updates}) > 1:
+    for records in zip(*before, strict=True):  # of a rank
+        if len({record["random"][name] for record in records}) > 1:
             return False
     return True
 
 
-def afterwards(good: Sequence[Updates], back: Sequence[Updates],
+def afterwards(good: Sequence[StepRecords], back: Sequence[StepRecords],
                lost: Sequence[int] = ()) -> list[Finding]:
     """Say whether what is computed from it is the same, too.
 
@@ -362,21 +365,21 @@ def afterwards(good: Sequence[Updates], back: Sequence[Updates],
             "optimizer's settings, the scale of a GradScaler, a seed")
     if lost:
         hint = "restore the RNG state first, which may be all of it"
-    for i, (updates, resumed) in enumerate(zip(good, back, strict=False)):
-        loss, expected = total_loss(resumed), total_loss(updates)
+    for i, (records, resumed) in enumerate(zip(good, back, strict=False)):
+        loss, expected = total_loss(resumed), total_loss(records)
         if not abs(loss - expected) <= CLOSE * max(abs(expected), 1e-30):
             return [say(
-                f"{name_update(i)} the loss is {loss / len(updates):.6g}, "
-                f"not {expected / len(updates):.6g}", hint,
+                f"{name_step(i)} the loss is {loss / len(records):.6g}, "
+                f"not {expected / len(records):.6g}", hint,
                 kind="resumed-run-differs")]
         for key in ("weights", "buffers"):
-            if key not in updates[0] or key not in resumed[0]:
+            if key not in records[0] or key not in resumed[0]:
                 continue
             if key == "weights":
                 count += 1
-            error = error_of(resumed, updates, key)
+            error = error_of(resumed, records, key)
             if not error <= CLOSE:
-                return [say(f"{name_update(i)} the {key} have a relative "
+                return [say(f"{name_step(i)} the {key} have a relative "
                             f"error of {percent(error)}", hint,
                             kind="resumed-run-differs")]
     if not count:
@@ -388,6 +391,6 @@ def afterwards(good: Sequence[Updates], back: Sequence[Updates],
                kind="resumed-run-matches")]
 
 
-def total_loss(updates: Updates) -> float:
+def total_loss(records: StepRecords) -> float:
     """Return the sum of the losses of all ranks."""
-    return sum(sum(update["losses"]) for update in updates)
+    return sum(sum(record["losses"]) for record in records)

@@ -19,14 +19,14 @@ from rankcheck.engine.questions import always
 from rankcheck.verification.comparison import (
     LOSS,
     Comparison,
-    Update,
+    StepRecord,
     are_close,
     question,
     rows,
 )
 from rankcheck.verification.questions.records import (
     SamplerStart,
-    Updates,
+    StepRecords,
     flatten,
     sampler_starts,
 )
@@ -50,7 +50,7 @@ TWICE = 0.05
 # divided by the number of ranks is rounded. A choice, not a measurement.
 SAME_SIZE = 0.1
 
-# Relative difference above which a later update has another batch size than in
+# Relative difference above which a later step has another batch size than in
 # the single-process run. A choice, not a measurement.
 OTHER_SIZE = 0.2
 
@@ -64,15 +64,15 @@ ONE_ORDER = ("seed the order alike on all ranks, for example with the epoch: "
 
 
 @dataclass(frozen=True)
-class Step:
+class StepSamples:
     """The samples of one step of an optimizer.
 
     Attributes:
-        update: its number among the steps of all optimizers.
+        number: its number among the steps of all optimizers.
         rows: the samples, as often as they are read, by all ranks.
     """
 
-    update: int
+    number: int
     rows: list[str]
 
     @property
@@ -94,7 +94,7 @@ class Reading:
             stream, which may give all of it to each of them.
     """
 
-    steps: list[Step]
+    steps: list[StepSamples]
     single: list[list[str]]
     partitioned: bool
     streamed: bool
@@ -135,7 +135,7 @@ def samples(case: Comparison) -> list[Finding]:
                      kind="identical-samples")]
     if len(sets[0]) > 1 and all(map(are_equal, sets)):
         return [all_read_the_same(case)]
-    numbers = sorted({updates[0]["optimizer"] for updates in case.updates})
+    numbers = sorted({records[0]["optimizer"] for records in case.steps})
     readings = [read_by(case, number) for number in numbers]
     readings = [reading for reading in readings
                 if any(step.rows for step in reading.steps)]
@@ -148,25 +148,25 @@ def samples(case: Comparison) -> list[Finding]:
 
 
 def sample_sets(case: Comparison) -> list[list[set[str]]]:
-    """Return the samples of each rank that reads some, by update.
+    """Return the samples of each rank that reads some, by step.
 
-    Updates in which no rank reads any are left out.
+    Steps in which no rank reads any are left out.
     """
     sets = []
-    for updates in case.updates:
-        parts = [set(update["samples"]) for update in updates
-                 if update["samples"]]
+    for records in case.steps:
+        parts = [set(record["samples"]) for record in records
+                 if record["samples"]]
         if parts:
             sets.append(parts)
     return sets
 
 
-def has_equal_samples(single: Updates) -> bool:
-    """Return whether in each update of one process all samples are equal."""
+def has_equal_samples(single: StepRecords) -> bool:
+    """Return whether in each step of one process all samples are equal."""
     if not single:
         return False
-    return all(len(set(update["samples"])) == 1 < len(update["samples"])
-               for update in single)
+    return all(len(set(record["samples"])) == 1 < len(record["samples"])
+               for record in single)
 
 
 def are_equal(parts: list[set[str]]) -> bool:
@@ -193,12 +193,12 @@ def pick_worst(answers: list[Finding | None]) -> list[Finding]:
 
 def read_by(case: Comparison, number: int) -> Reading:
     """Return what the steps of the optimizer with this number read."""
-    steps = [Step(update, rows(updates))
-             for update, updates in enumerate(case.updates)
-             if updates[0]["optimizer"] == number]
-    single = [update for update in case.longest
-              if update["optimizer"] == number]
-    group = 1  # updates of one process that have the samples of one of all
+    steps = [StepSamples(step, rows(records))
+             for step, records in enumerate(case.steps)
+             if records[0]["optimizer"] == number]
+    single = [record for record in case.longest
+              if record["optimizer"] == number]
+    group = 1  # steps of one process that have the samples of one of all
     if case.still:
         group = case.size
     epochs = {len(starts_over_all(case, rank)) for rank in range(case.size)}
@@ -220,7 +220,7 @@ def divides(case: Comparison) -> bool:
 
     Then they have divided the samples among them, as a sequence.
     """
-    losses = [sum(update["losses"]) for update in case.updates[0]]
+    losses = [sum(record["losses"]) for record in case.steps[0]]
     expected = 0.0
     if case.single:
         expected = sum(case.single[0]["losses"])
@@ -298,9 +298,9 @@ def repeats_in_a_step(reading: Reading, each: int, size: int) -> Finding:
     for i, step in enumerate(steps):
         if twice[i] <= (usual + TWICE) * len(step.rows):
             continue
-        if step.update:
-            text += f", from step {step.update} on"
-        numbers["step"] = step.update
+        if step.number:
+            text += f", from step {step.number} on"
+        numbers["step"] = step.number
         steady = len(twice) > i + 1 and len(set(twice[i:])) == 1
         if steady and reading.single:
             return fail(text, OWN, numbers=numbers, kind="shared-samples")
@@ -396,33 +396,33 @@ def lost_samples(case: Comparison) -> list[Finding]:
     only if it is so in each of several steps: workers fetch in bursts.
     """
     for rank in range(case.size):
-        updates = [of_ranks[rank] for of_ranks in case.updates
+        records = [of_ranks[rank] for of_ranks in case.steps
                    if of_ranks[rank]["samples"]]
-        if not updates:
+        if not records:
             continue
-        for sampler in updates[0]["drawn"]:
-            finding = given_by(sampler, rank, updates)
+        for sampler in records[0]["drawn"]:
+            finding = given_by(sampler, rank, records)
             if finding:
                 return [finding]
     return []
 
 
-def given_by(sampler: int, rank: int, updates: Updates) -> Finding | None:
+def given_by(sampler: int, rank: int, records: StepRecords) -> Finding | None:
     """Say that a sampler gives more samples than the model gets.
 
     Args:
         sampler: its id.
-        updates: those of the rank in which it reads samples.
+        records: those of the rank in which it reads samples.
     """
     drawn, got = 0, 0
     steps = []  # whether it has given more in each step
-    for before, update in itertools.pairwise(updates):
-        more = (update["drawn"].get(sampler, 0)
+    for before, record in itertools.pairwise(records):
+        more = (record["drawn"].get(sampler, 0)
                 - before["drawn"].get(sampler, 0))
         if more:
             drawn += more
-            got += len(update["samples"])
-            steps.append(more > SHARDED_TWICE * len(update["samples"]))
+            got += len(record["samples"])
+            steps.append(more > SHARDED_TWICE * len(record["samples"]))
     if len(steps) < 2 or not all(steps):
         return None
     return warn(
@@ -436,9 +436,9 @@ def given_by(sampler: int, rank: int, updates: Updates) -> Finding | None:
 
 
 def size_of_minibatch(case: Comparison) -> list[Finding]:
-    """Say how many samples an update has, and whether the rate fits them."""
-    counts = [len(rows(updates)) for updates in case.updates]
-    single_counts = [len(rows([update])) for update in case.single]
+    """Say how many samples a step has, and whether the rate fits them."""
+    counts = [len(rows(records)) for records in case.steps]
+    single_counts = [len(rows([record])) for record in case.single]
     now = next(filter(None, counts), 0)
     before = next(filter(None, single_counts), 0)
     if not case.alone:
@@ -489,10 +489,10 @@ def size_of_minibatch(case: Comparison) -> list[Finding]:
 
 def first_other_size(counts: list[int], single_counts: list[int]
                      ) -> int | None:
-    """Return the first update that has another number of samples.
+    """Return the first step that has another number of samples.
 
     Each is compared by the largest number up to it: smaller ones end an epoch,
-    which may come at other updates.
+    which may come at other steps.
     """
     largest = zip(itertools.accumulate(counts, max),
                   itertools.accumulate(single_counts, max), strict=False)
@@ -504,14 +504,14 @@ def first_other_size(counts: list[int], single_counts: list[int]
 
 def sizes_of_ranks(case: Comparison) -> list[Finding]:
     """Say whether the ranks read as many samples each, where they read any."""
-    for step, updates in enumerate(case.updates):
-        counts = [len(update["samples"]) for update in updates]
+    for step, records in enumerate(case.steps):
+        counts = [len(record["samples"]) for record in records]
         least, most = min(counts), max(counts)
         rank = counts.index(least)
         if least == most:
             continue
-        if not least and not case.updates[0][rank]["samples"]:
-            continue  # from the first update on
+        if not least and not case.steps[0][rank]["samples"]:
+            continue  # from the first step on
         hint = ("use a DistributedSampler, which repeats some, drop_last, or "
                 "weight the loss by the number of samples: a mean over ranks "
                 "counts all ranks equally")
@@ -528,16 +528,16 @@ def sizes_of_ranks(case: Comparison) -> list[Finding]:
 
 def learning_rate(case: Comparison) -> RateComparison:
     """Compare the rate of each optimizer's first group with one process's."""
-    for step, updates in enumerate(case.updates):
-        for rank, update in enumerate(updates):
-            rates = update["rates"][:1] + updates[0]["rates"][:1]
+    for step, records in enumerate(case.steps):
+        for rank, record in enumerate(records):
+            rates = record["rates"][:1] + records[0]["rates"][:1]
             if len(rates) == 2 and not are_close(rates[0], rates[1]):
                 return RateComparison(
                     f"the learning rate is {rates[0]:.3g} on rank {rank}, "
                     f"{rates[1]:.3g} on rank 0, in step {step}", None,
                     differs=True)
-    together = case.together.record_of(0).updates
-    numbers = sorted({update["optimizer"] for update in case.longest})
+    together = case.together.record_of(0).steps
+    numbers = sorted({record["optimizer"] for record in case.longest})
     compared = [compare_rates(case, rates_of(case.longest, number),
                               rates_of(together, number))
                 for number in numbers]
@@ -547,15 +547,15 @@ def learning_rate(case: Comparison) -> RateComparison:
     return compared[0]
 
 
-def rates_of(updates: list[Update], number: int) -> list[float]:
-    """Return the first group's rate in each update of an optimizer."""
-    return [update["rates"][0] for update in updates
-            if update["optimizer"] == number and update["rates"]]
+def rates_of(records: list[StepRecord], number: int) -> list[float]:
+    """Return the first group's rate in each step of an optimizer."""
+    return [record["rates"][0] for record in records
+            if record["optimizer"] == number and record["rates"]]
 
 
 def compare_rates(case: Comparison, single_rates: list[float],
                   rates: list[float]) -> RateComparison:
-    """Compare the rates of an optimizer, update by update."""
+    """Compare the rates of an optimizer, step by step."""
     pairs = list(zip(rates, single_rates, strict=False))
     odd = [i for i, pair in enumerate(pairs) if not are_close(*pair)]
     if not odd:

@@ -21,9 +21,9 @@ from rankcheck.record.tensors import length, put_together
 from rankcheck.verification.comparison import (
     GRADIENT,
     LOSS,
-    UPDATE,
+    WEIGHT_UPDATE,
     Comparison,
-    Update,
+    StepRecord,
     flat,
     gradients_of,
     makes_up,
@@ -32,7 +32,7 @@ from rankcheck.verification.comparison import (
     rows,
 )
 from rankcheck.verification.locate import explain_outputs
-from rankcheck.verification.questions.records import Updates, flatten
+from rankcheck.verification.questions.records import StepRecords, flatten
 from rankcheck.verification.questions.vectors import (
     TINY,
     add_up,
@@ -51,37 +51,37 @@ AGREES = frozenset({Proof.SINGLE, Proof.REDUCED})
 # proves nothing, as it could hide a fault. A choice, not a measurement.
 EXCUSED = 0.25
 
-# From this update on, counted from 0, rounding may exceed a limit: an error of
+# From this step on, counted from 0, rounding may exceed a limit: an error of
 # less than `LATE_FACTOR` times the limit is a warning. A right script with
-# Adam was refused when 60 updates were watched. Both numbers are choices, not
+# Adam was refused when 60 steps were watched. Both numbers are choices, not
 # measurements: a small fault that shows later than this is a warning, too.
 EARLY = 8
 LATE_FACTOR = 10
 
-# How much larger the limit for gradients is after the first update, when the
+# How much larger the limit for gradients is after the first step, when the
 # weights differ by rounding. A choice, not a measurement.
 LATER_GRADIENT = 10
 
-# Upper bound of the limit for weights. In low precision, 30 times `UPDATE`
-# would be 1.5, and weights that have not moved, with an error of 1, would
-# pass.
-LARGEST_UPDATE_LIMIT = 0.5
+# Upper bound of the limit for weights. In low precision, 30 times
+# `WEIGHT_UPDATE` would be 1.5, and weights that have not moved, with an error
+# of 1, would pass.
+LARGEST_WEIGHT_LIMIT = 0.5
 
 
 @dataclass(frozen=True)
-class UpdatePair:
-    """An update of the ranks, and the same samples in one process.
+class StepPair:
+    """A step of the ranks, and the same samples in one process.
 
     Attributes:
-        step: its number among the updates of the ranks.
+        step: its number among the steps of the ranks.
         ranks: what each rank has recorded of it.
-        single: the updates of one process: one, or as many as there are ranks
+        single: the steps of one process: one, or as many as there are ranks
             where the ranks read as many minibatches.
     """
 
     step: int
-    ranks: Updates
-    single: Updates
+    ranks: StepRecords
+    single: StepRecords
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class MinibatchWeights:
-    """How the minibatches of one process count in an update of several.
+    """How the minibatches of one process count in a step of several.
 
     Attributes:
         of_each: the weight of each minibatch; their sum is 1.
@@ -110,7 +110,7 @@ class MinibatchWeights:
 
 @dataclass(frozen=True)
 class RelativeError:
-    """How far the ranks are from one process in one update.
+    """How far the ranks are from one process in one step.
 
     Attributes:
         amount: relative; may be nan.
@@ -132,21 +132,21 @@ class RelativeError:
 
 
 Measure: TypeAlias = Callable[
-    [Comparison, UpdatePair, Sequence[float]], RelativeError | None]
+    [Comparison, StepPair, Sequence[float]], RelativeError | None]
 
 
 @question("losses, gradients and weights match the single-process run")
 def compare_with_single_process(case: Comparison) -> list[Finding]:
     """Answer whether the ranks compute what one process does.
 
-    Where parameters are sharded by hand, the loss of the first update alone
+    Where parameters are sharded by hand, the loss of the first step alone
     is compared, if the parts make up the tensors of one process.
     """
     if case.apart and not (case.split and makes_up(case)):
         return []
-    pairs = pair_updates(case)
+    pairs = pair_steps(case)
     if case.apart and not case.still:
-        # parts of one process's tensors, until update 0
+        # parts of one process's tensors, until step 0
         read, expected = rows(pairs[0].ranks), rows(pairs[0].single)
         if not read or set(read) != set(expected):
             return []
@@ -160,25 +160,25 @@ def compare_with_single_process(case: Comparison) -> list[Finding]:
     return findings
 
 
-def pair_updates(case: Comparison) -> list[UpdatePair]:
-    """Return the updates of the ranks that have samples of one process."""
+def pair_steps(case: Comparison) -> list[StepPair]:
+    """Return the steps of the ranks that have samples of one process."""
     if case.still:
-        minibatches = [update for update in case.longest
-                       if update["optimizer"] == 0][:case.size]
-        return [UpdatePair(0, case.updates[0], minibatches)]
-    pairs = [UpdatePair(step, updates, [single])
-             for step, (updates, single) in enumerate(
-                 zip(case.updates, case.single, strict=False))]
+        minibatches = [record for record in case.longest
+                       if record["optimizer"] == 0][:case.size]
+        return [StepPair(0, case.steps[0], minibatches)]
+    pairs = [StepPair(step, records, [single])
+             for step, (records, single) in enumerate(
+                 zip(case.steps, case.single, strict=False))]
     return pairs[:case.compared]
 
 
-def compare(case: Comparison, measure: Measure, pairs: Sequence[UpdatePair],
+def compare(case: Comparison, measure: Measure, pairs: Sequence[StepPair],
             weights: MinibatchWeights) -> list[Finding]:
     """Return the finding of one kind of error in a list, [] if none was seen.
 
     Args:
         measure: gives the error of that kind.
-        pairs: the updates, from 0 on.
+        pairs: the steps, from 0 on.
     """
     amounts = []  # of the errors that rounding explains
     for pair in pairs:
@@ -195,8 +195,8 @@ def compare(case: Comparison, measure: Measure, pairs: Sequence[UpdatePair],
         name = "weight updates"
     text = (f"{name} match the single-process run (relative error "
             f"{max(amounts):.0e})")
-    if len(amounts) < len(case.updates):
-        text += (f", in {len(amounts)} of {counted(case.updates, 'step')}; "
+    if len(amounts) < len(case.steps):
+        text += (f", in {len(amounts)} of {counted(case.steps, 'step')}; "
                  "the others are not compared")
     proves = AGREES
     if measure is loss_error:
@@ -207,12 +207,12 @@ def compare(case: Comparison, measure: Measure, pairs: Sequence[UpdatePair],
 
 
 def judge(case: Comparison, measure: Measure, error: RelativeError, step: int,
-          pairs: Sequence[UpdatePair], weights: MinibatchWeights) -> Finding:
+          pairs: Sequence[StepPair], weights: MinibatchWeights) -> Finding:
     """Say whether an error that is not small is a fault, and of what.
 
     Args:
         measure: has given the error.
-        step: the update in which it was found, the first of all.
+        step: the step in which it was found, the first of all.
     """
     text = f"in step {step} {error.text}"
     kind = f"{MEASURED[measure]}-differ"
@@ -251,7 +251,7 @@ def judge(case: Comparison, measure: Measure, error: RelativeError, step: int,
 
 
 def locate(case: Comparison, measure: Measure, step: int,
-           pairs: Sequence[UpdatePair], of_each: Sequence[float]) -> str:
+           pairs: Sequence[StepPair], of_each: Sequence[float]) -> str:
     """Say where the ranks part from one process, as far as it was seen."""
     general = ("check what else differs, as the samples are the same: a "
                "scale, a seed, an order, what a mean is taken over")
@@ -286,7 +286,7 @@ def locate(case: Comparison, measure: Measure, step: int,
     return f"{text}, and the losses match: {explain_backward(case, pairs[0])}"
 
 
-def has_small_error(case: Comparison, measure: Measure, pair: UpdatePair,
+def has_small_error(case: Comparison, measure: Measure, pair: StepPair,
                     of_each: Sequence[float]) -> bool:
     """Return whether an error was measured, and rounding explains it."""
     error = measure(case, pair, of_each)
@@ -305,9 +305,9 @@ def explain_weights(case: Comparison) -> str:
             "and so do the optimizer's settings")
 
 
-def explain_later(case: Comparison, step: int, pairs: Sequence[UpdatePair],
+def explain_later(case: Comparison, step: int, pairs: Sequence[StepPair],
                   of_each: Sequence[float]) -> str:
-    """Say why an update after the first differs; "" if nothing tells."""
+    """Say why a step after the first differs; "" if nothing tells."""
     previous = pairs[step - 1]
     if put_together(previous.ranks, "weights").apart:
         return (f"this follows from the weights after step {step - 1}, "
@@ -325,7 +325,7 @@ def explain_later(case: Comparison, step: int, pairs: Sequence[UpdatePair],
     return ""
 
 
-def adds_up(case: Comparison, pair: UpdatePair, of_each: Sequence[float]
+def adds_up(case: Comparison, pair: StepPair, of_each: Sequence[float]
             ) -> bool:
     """Return whether the losses are one process's as a sum, not as a mean.
 
@@ -336,12 +336,12 @@ def adds_up(case: Comparison, pair: UpdatePair, of_each: Sequence[float]
     return abs(mean - expected) > LOSS * case.loosely * abs(expected)
 
 
-def losses_of(updates: Updates) -> list[float]:
-    """Return the loss of each update, its microbatches added up."""
-    return [sum(update["losses"]) for update in updates]
+def losses_of(records: StepRecords) -> list[float]:
+    """Return the loss of each step, its microbatches added up."""
+    return [sum(record["losses"]) for record in records]
 
 
-def explain_backward(case: Comparison, pair: UpdatePair) -> str:
+def explain_backward(case: Comparison, pair: StepPair) -> str:
     """Say whether each rank's own gradients differ, or only their mean."""
     general = "look in the backward pass and in the reduction"
     expected, own, _ = gradients_of(pair.single, pair.ranks, "sums")
@@ -356,8 +356,8 @@ def explain_backward(case: Comparison, pair: UpdatePair) -> str:
             "have one), or a scaled gradient")
 
 
-def other_buffers(case: Comparison, pairs: Sequence[UpdatePair]) -> list[str]:
-    """Return the buffers that are not one process's after one of the updates.
+def other_buffers(case: Comparison, pairs: Sequence[StepPair]) -> list[str]:
+    """Return the buffers that are not one process's after one of the steps.
     """
     limit = GRADIENT * case.loosely
     found: set[str] = set()
@@ -365,24 +365,24 @@ def other_buffers(case: Comparison, pairs: Sequence[UpdatePair]) -> list[str]:
         if len(pair.single) > 1 or "buffers" not in pair.single[0]:
             continue
         expected = buffers_by_name(pair.single[0])
-        for update in pair.ranks:
-            if "buffers" not in update:
+        for record in pair.ranks:
+            if "buffers" not in record:
                 continue
-            for name, tensor in buffers_by_name(update).items():
+            for name, tensor in buffers_by_name(record).items():
                 if (name in expected and expected[name].shape == tensor.shape
                         and off(tensor, expected[name]) > limit):
                     found.add(name)
     return sorted(found)
 
 
-def buffers_by_name(update: Update) -> dict[str, torch.Tensor]:
+def buffers_by_name(record: StepRecord) -> dict[str, torch.Tensor]:
     """Return the buffers of one process, without the numbers of modules."""
-    buffers = put_together([update], "buffers").tensors
+    buffers = put_together([record], "buffers").tensors
     return {key.partition(".")[2]: tensor for key, tensor in buffers.items()}
 
 
-def weigh_minibatches(case: Comparison, pair: UpdatePair) -> MinibatchWeights:
-    """Find how the parts of an update count in its gradients.
+def weigh_minibatches(case: Comparison, pair: StepPair) -> MinibatchWeights:
+    """Find how the parts of a step count in its gradients.
 
     If the loss is a mean over all targets of all ranks, each part counts by
     its number of targets. If each backward pass takes the mean over its own
@@ -407,7 +407,7 @@ def weigh_minibatches(case: Comparison, pair: UpdatePair) -> MinibatchWeights:
         return MinibatchWeights(alike, finding, own_means)
     if count == 1 or are_parallel(gradients, mix(alike, each), limit):
         return MinibatchWeights(alike)
-    targets = [sum(update["counts"]) for update in pair.single]
+    targets = [sum(record["counts"]) for record in pair.single]
     whole = [number / max(sum(targets), 1) for number in targets]
     if has_weights(whole, gradients, each, limit):
         return with_finding(whole, gradients, each, limit, ok(
@@ -452,7 +452,7 @@ def fit_weights(gradients: torch.Tensor, each: Sequence[torch.Tensor]
     return fitted
 
 
-def find_own_means(pair: UpdatePair, gradients: torch.Tensor, limit: float
+def find_own_means(pair: StepPair, gradients: torch.Tensor, limit: float
                    ) -> Explanation | None:
     """Say that each part's loss is the mean over its own targets, if it is.
 
@@ -467,7 +467,7 @@ def find_own_means(pair: UpdatePair, gradients: torch.Tensor, limit: float
         limit: relative; of gradients that agree.
     """
     counts: list[int] = sorted({*flatten(
-        update["counts"] for update in pair.ranks)})
+        record["counts"] for record in pair.ranks)})
     if not counts or counts[-1] <= 1.01 * counts[0]:
         return None
     here, own, _ = gradients_of(pair.ranks, pair.ranks, "local")
@@ -483,7 +483,7 @@ def find_own_means(pair: UpdatePair, gradients: torch.Tensor, limit: float
                ) < limit:
         return None
     part = "microbatch's"
-    if all(len(update["counts"]) == 1 for update in pair.ranks):
+    if all(len(record["counts"]) == 1 for record in pair.ranks):
         part = "rank's"
     words = " or ".join(map(str, counts[:4]))
     if pair.ranks[0]["targets"]:
@@ -496,17 +496,17 @@ def find_own_means(pair: UpdatePair, gradients: torch.Tensor, limit: float
         "ranks (all_reduce it) and microbatches, to get the mean over all")
 
 
-def over_all(updates: Updates, weighed: Sequence[torch.Tensor]
+def over_all(records: StepRecords, weighed: Sequence[torch.Tensor]
              ) -> torch.Tensor:
-    """Return the gradients if all targets of the updates had counted alike.
+    """Return the gradients if all targets of the steps had counted alike.
 
     Args:
-        weighed: of each update, the gradients of its backward passes, each
+        weighed: of each step, the gradients of its backward passes, each
             times the number of its targets, added up.
     """
-    sums = [len(update["counts"]) * vector
-            for update, vector in zip(updates, weighed, strict=True)]
-    return add_up(sums) / sum(sum(update["counts"]) for update in updates)
+    sums = [len(record["counts"]) * vector
+            for record, vector in zip(records, weighed, strict=True)]
+    return add_up(sums) / sum(sum(record["counts"]) for record in records)
 
 
 def weighted_sum(weights: Sequence[float], numbers: Sequence[float]) -> float:
@@ -515,7 +515,7 @@ def weighted_sum(weights: Sequence[float], numbers: Sequence[float]) -> float:
                in zip(weights, numbers, strict=True))
 
 
-def loss_error(case: Comparison, pair: UpdatePair, weights: Sequence[float]
+def loss_error(case: Comparison, pair: StepPair, weights: Sequence[float]
                ) -> RelativeError | None:
     """Measure the error of the mean loss; None if a loss was not seen.
 
@@ -525,7 +525,7 @@ def loss_error(case: Comparison, pair: UpdatePair, weights: Sequence[float]
     whole minibatch. A factor is one only if the gradients have the same, to
     15%.
     """
-    if not all(update["losses"] for update in (*pair.ranks, *pair.single)):
+    if not all(record["losses"] for record in (*pair.ranks, *pair.single)):
         return None
     losses = losses_of(pair.ranks)
     expected = weighted_sum(weights, losses_of(pair.single))
@@ -547,7 +547,7 @@ def loss_error(case: Comparison, pair: UpdatePair, weights: Sequence[float]
         factor)
 
 
-def gradient_error(case: Comparison, pair: UpdatePair,
+def gradient_error(case: Comparison, pair: StepPair,
                    weights: Sequence[float]) -> RelativeError | None:
     """Measure the error of all gradients as one vector.
 
@@ -559,7 +559,7 @@ def gradient_error(case: Comparison, pair: UpdatePair,
     if gradients is None:
         return None
     expected = mix(weights, each)
-    first = put_together([first_update(case, pair.ranks)], "gradients")
+    first = put_together([first_step_record(case, pair.ranks)], "gradients")
     scale = max(expected.norm().item(), length(first.tensors), TINY)
     amount = ((gradients - expected).norm() / scale).item()
     limit = GRADIENT * case.loosely
@@ -590,19 +590,19 @@ def find_differing(keys: Mapping[str, int], gradients: torch.Tensor,
             if off(part, expected_part) > limit]
 
 
-def weight_error(case: Comparison, pair: UpdatePair, weights: Sequence[float]
+def weight_error(case: Comparison, pair: StepPair, weights: Sequence[float]
                  ) -> RelativeError | None:
     """Measure by how much of the way from the first weights they are off.
 
-    None if the weights after the update are not known, or not of the same
+    None if the weights after the step are not known, or not of the same
     optimizer, or differ between the ranks.
     """
-    updates, single = pair.ranks, pair.single
-    if case.still or "weights" not in updates[0] or (
-            single[0]["optimizer"] != updates[0]["optimizer"]):
+    records, single = pair.ranks, pair.single
+    if case.still or "weights" not in records[0] or (
+            single[0]["optimizer"] != records[0]["optimizer"]):
         return None
-    first = put_together([first_update(case, updates)], "before").tensors
-    ranks = put_together(updates, "weights")
+    first = put_together([first_step_record(case, records)], "before").tensors
+    ranks = put_together(records, "weights")
     expected = put_together(single, "weights").tensors
     keys = [key for key in expected if key in ranks.tensors and key in first
             and ranks.tensors[key].shape == expected[key].shape]
@@ -613,7 +613,7 @@ def weight_error(case: Comparison, pair: UpdatePair, weights: Sequence[float]
     expected_way = flat(expected, keys) - begin
     amount = off(moved, expected_way)
     return RelativeError(
-        amount, min(LARGEST_UPDATE_LIMIT, UPDATE * case.loosely),
+        amount, min(LARGEST_WEIGHT_LIMIT, WEIGHT_UPDATE * case.loosely),
         f"the weight update has a relative error of {percent(amount)} against "
         "1 process", multiple_of(moved, expected_way, case.size))
 
@@ -624,10 +624,10 @@ MEASURED: dict[Measure, str] = {
     weight_error: "weights"}
 
 
-def first_update(case: Comparison, updates: Updates) -> Update:
-    """Return one process's first update by the same optimizer."""
-    return next(update for update in case.single
-                if update["optimizer"] == updates[0]["optimizer"])
+def first_step_record(case: Comparison, records: StepRecords) -> StepRecord:
+    """Return one process's first step by the same optimizer."""
+    return next(record for record in case.single
+                if record["optimizer"] == records[0]["optimizer"])
 
 
 def explain_small_error(case: Comparison) -> Explanation | None:
@@ -642,7 +642,7 @@ def explain_small_error(case: Comparison) -> Explanation | None:
             "the model draws random numbers, different ones on each rank",
             "switch that off by a flag, if there is one, to compare the rest; "
             "fine if it is meant")
-    if case.still and any(update["mixed"] for update in case.updates[0]):
+    if case.still and any(step["mixed"] for step in case.steps[0]):
         return Explanation(
             "ranks gather something before backward()", "keep the global "
             "batch size, to compare: a loss that depends on the samples of "

@@ -27,7 +27,7 @@ from rankcheck.verification.comparison import (
     question,
     rows,
 )
-from rankcheck.verification.questions.records import Updates, flatten
+from rankcheck.verification.questions.records import StepRecords, flatten
 from rankcheck.verification.questions.vectors import add_up
 
 REDUCED = frozenset({Proof.REDUCED})
@@ -40,22 +40,22 @@ SUMMED = ("divide them by the number of processes after all_reduce, or call "
 # not a measurement.
 SAME_MEAN = 1e-5
 
-# Share of an update's elements, or of the updates, from which gradients count
+# Share of a step's elements, or of the steps, from which gradients count
 # as reduced, or as clipped. Some parameters may get no gradient. A choice, not
 # a measurement.
 MOST = 0.5
 
-# Reductions of each element in an update, from which on gradients are reduced
+# Reductions of each element in a step, from which on gradients are reduced
 # more than once. A choice between 1 and 2, not a measurement. One script
 # reduced the gradients of two optimizers before the step of the first: 3.9
 # times the elements of that one. So `Turn` adds up the elements of both.
 SEVERAL = 1.6
 
-# If no update has this many times the reductions of another, their number is
-# reported for all updates. A choice, not a measurement.
+# If no step has this many times the reductions of another, their number is
+# reported for all steps. A choice, not a measurement.
 MORE_OFTEN = 1.1
 
-# Relative difference below which the mean loss of the first update is that of
+# Relative difference below which the mean loss of the first step is that of
 # one process, and below which the learning rate, times the number of ranks, is
 # that of one process: it makes up for a sum. A choice, not a measurement.
 CLOSE = 0.2
@@ -63,13 +63,13 @@ CLOSE = 0.2
 
 @question("each rank draws its own random numbers")
 def same_numbers(case: Comparison) -> list[Finding]:
-    """Answer whether all ranks' generators are alike in each update.
+    """Answer whether all ranks' generators are alike in each step.
 
-    Only of generators that are used between updates. Whether the model or the
+    Only of generators that are used between steps. Whether the model or the
     data draw from them is not known: they may be alike on purpose.
     """
-    drawn = [[update["random"] for update in updates]
-             for updates in case.updates if updates[0]["optimizer"] == 0]
+    drawn = [[record["random"] for record in records]
+             for records in case.steps if records[0]["optimizer"] == 0]
     names = []
     for name in drawn[0][0]:
         states = [[states_of_rank[name] for states_of_rank in ranks]
@@ -90,16 +90,16 @@ def same_numbers(case: Comparison) -> list[Finding]:
 def averages(case: Comparison) -> list[Finding]:
     """Answer whether the weights, and not the gradients, are made equal.
 
-    They are if all ranks begin an update with the same weights, which no rank
-    had when it ended the update before, and the ranks differed by then.
+    They are if all ranks begin a step with the same weights, which no rank
+    had when it ended the step before, and the ranks differed by then.
     """
-    of_one = [updates for updates in case.updates
-              if updates[0]["optimizer"] == 0 and "weights" in updates[0]]
-    equalized = []  # the updates before which that happens
+    of_one = [records for records in case.steps
+              if records[0]["optimizer"] == 0 and "weights" in records[0]]
+    equalized = []  # the steps before which that happens
     are_means = True
-    for i, (last, updates) in enumerate(itertools.pairwise(of_one), 1):
-        ended = [update["weights"]["flat"] for update in last]
-        begun = [update["now"]["flat"] for update in updates]
+    for i, (last, records) in enumerate(itertools.pairwise(of_one), 1):
+        ended = [record["weights"]["flat"] for record in last]
+        begun = [record["now"]["flat"] for record in records]
         if not (are_equal(begun) and not are_equal(ended)
                 and not any(weights.equal(begun[0]) for weights in ended)):
             continue
@@ -123,11 +123,11 @@ def are_equal(vectors: list[torch.Tensor]) -> bool:
     return all(vector.equal(vectors[0]) for vector in vectors)
 
 
-def how_often_equal(updates: list[int]) -> str:
-    """Return in words at which updates weights are made equal."""
-    gaps = [after - before for before, after in itertools.pairwise(updates)]
+def how_often_equal(steps: list[int]) -> str:
+    """Return in words at which steps weights are made equal."""
+    gaps = [after - before for before, after in itertools.pairwise(steps)]
     if not gaps:
-        return f"before step {updates[0]}"  # after others, perhaps
+        return f"before step {steps[0]}"  # after others, perhaps
     if min(gaps) > 1:
         return f"every {min(gaps)} steps"
     return "every step"
@@ -135,10 +135,10 @@ def how_often_equal(updates: list[int]) -> str:
 
 @question("buffers are equal on all ranks")
 def buffers(case: Comparison) -> list[Finding]:
-    """Answer whether the buffers of a checkpoint are equal after updates."""
-    seen = False  # in the last update
-    for step, updates in enumerate(case.updates):
-        whole = put_together(updates, "buffers")
+    """Answer whether the buffers of a checkpoint are equal after steps."""
+    seen = False  # in the last step
+    for step, records in enumerate(case.steps):
+        whole = put_together(records, "buffers")
         seen = bool(whole.tensors)
         if not whole.apart:
             continue
@@ -157,9 +157,9 @@ def buffers(case: Comparison) -> list[Finding]:
 
 
 def clips_first(case: Comparison) -> bool:
-    """Return whether most gradients of an update are reduced after a clip."""
-    return any(updates[0]["late"] > MOST * updates[0]["elements"]
-               for updates in case.updates)
+    """Return whether most gradients of a step are reduced after a clip."""
+    return any(records[0]["late"] > MOST * records[0]["elements"]
+               for records in case.steps)
 
 
 @question("gradients are reduced once, then clipped")
@@ -172,22 +172,22 @@ def reductions(case: Comparison) -> list[Finding]:
     """
     if case.splits_matrices or case.averaged:
         return []  # activations are reduced, too; or weights
-    of_rank_0 = [updates[0] for updates in case.updates]
-    elements = [max(case.elements(updates), 1) for updates in case.updates]
-    times = [update["reduced"] / count
-             for update, count in zip(of_rank_0, elements, strict=True)]
+    of_rank_0 = [records[0] for records in case.steps]
+    elements = [max(case.elements(records), 1) for records in case.steps]
+    times = [record["reduced"] / count
+             for record, count in zip(of_rank_0, elements, strict=True)]
     few = sum(times) < MOST * len(times)
-    if few and case.by_step:
+    if few and case.reduces_in_step:
         return [ok("gradients are reduced by the optimizer in its step()",
                    proves=REDUCED, kind="reduced-by-optimizer")]
-    equal = not any(put_together(updates, "gradients").apart
-                    for updates in case.updates)
-    for step, updates in enumerate(case.updates):
+    equal = not any(put_together(records, "gradients").apart
+                    for records in case.steps)
+    for step, records in enumerate(case.steps):
         if times[step] >= MOST:
             continue
-        if few and have_shared(updates, "gradients"):
+        if few and have_shared(records, "gradients"):
             break  # in another way
-        if few or put_together(updates, "gradients").apart:
+        if few or put_together(records, "gradients").apart:
             return [not_reduced(case, step, elements[step])]
     findings = []
     if equal:
@@ -211,12 +211,12 @@ class Turn:
     may be reduced.
 
     Attributes:
-        update: the number of its first step among those of all optimizers.
+        step: the number of its first step among those of all optimizers.
         reduced: how many elements of gradients were reduced before them.
         elements: how many elements the optimizers' parameters have.
     """
 
-    update: int
+    step: int
     reduced: float = 0
     elements: int = 0
 
@@ -228,7 +228,7 @@ class Turn:
 
 def how_often(case: Comparison, elements: list[int], otherwise: bool
               ) -> list[Finding]:
-    """Answer how often gradients are reduced in an update.
+    """Answer how often gradients are reduced in a step.
 
     Args:
         elements: of the parameters of each step, on all ranks.
@@ -236,16 +236,16 @@ def how_often(case: Comparison, elements: list[int], otherwise: bool
     """
     if otherwise:
         return [reduced_otherwise(case)]
-    of_rank_0 = [updates[0] for updates in case.updates]
+    of_rank_0 = [records[0] for records in case.steps]
     turns = take_turns(case, elements)
     most = max(turns, key=lambda turn: turn.times)
-    size = sum(update["bytes"] for update in of_rank_0) / len(of_rank_0)
-    calls = max(update["calls"] for update in of_rank_0)
+    size = sum(record["bytes"] for record in of_rank_0) / len(of_rank_0)
+    calls = max(record["calls"] for record in of_rank_0)
     sent = f"{size / 1e6:.3g} MB in {count_of(calls, 'call')}"
     if most.times < SEVERAL:
         return [ok(f"gradients are reduced once per step, {sent}",
                    proves=REDUCED, numbers={"times": 1}, kind="reduced")]
-    where = f"in step {most.update}"
+    where = f"in step {most.step}"
     if most.times < MORE_OFTEN * min(turn.times for turn in turns):
         where = "per step"
     text = f"gradients are reduced {most.times:.2g} times {where}, {sent}"
@@ -268,7 +268,7 @@ def how_often(case: Comparison, elements: list[int], otherwise: bool
 def reduced_otherwise(case: Comparison) -> Finding:
     """Say that gradients are equal without a reduction that was seen."""
     if case.asked("fully_shard") and not any(
-            update["gradients"]["plain"] for update in flatten(case.updates)):
+            record["gradients"]["plain"] for record in flatten(case.steps)):
         # a sharded parameter has no gradient before that
         return ok("gradients are reduced by fully_shard; how often was not "
                   "seen", proves=REDUCED, kind="reduced-by-fsdp")
@@ -284,38 +284,38 @@ def take_turns(case: Comparison, elements: list[int]) -> list[Turn]:
     """
     turns: list[Turn] = []
     last = -1  # optimizer
-    for step, updates in enumerate(case.updates):
-        number = updates[0]["optimizer"]
+    for step, records in enumerate(case.steps):
+        number = records[0]["optimizer"]
         if not turns or number <= last:
             turns.append(Turn(step))
-        turns[-1].reduced += updates[0]["reduced"]
+        turns[-1].reduced += records[0]["reduced"]
         turns[-1].elements += elements[step]
         last = number
     return turns
 
 
-def have_shared(updates: Updates, key: str) -> bool:
+def have_shared(records: StepRecords, key: str) -> bool:
     """Return whether the ranks have the same gradients of different samples.
 
     What the ranks have computed by themselves tells that of samples and losses
     where nothing is known of it, as of copies of the weights.
 
     Args:
-        key: of an update: which gradients.
+        key: of a step: which gradients.
     """
-    sums = put_together(updates, "sums")
+    sums = put_together(records, "sums")
     if sums.tensors:
         different = bool(sums.apart)
     else:
-        different = len({(*update["samples"], *update["losses"])
-                         for update in updates}) > 1
-    whole = put_together(updates, key)
+        different = len({(*record["samples"], *record["losses"])
+                         for record in records}) > 1
+    whole = put_together(records, key)
     return different and bool(whole.tensors) and not whole.apart
 
 
 def not_reduced(case: Comparison, step: int, elements: int) -> Finding:
-    """Say that the gradients of an update are not reduced."""
-    reduced = case.updates[step][0]["reduced"]
+    """Say that the gradients of a step are not reduced."""
+    reduced = case.steps[step][0]["reduced"]
     text = (f"gradients are not reduced: {reduced:.0f} of {elements:.0f} "
             "elements per step")
     if step:
@@ -337,7 +337,7 @@ def how_to_reduce(case: Comparison) -> str:
         return ("wrap the model in DistributedDataParallel and call the "
                 "wrapper, or all_reduce every gradient before "
                 "optimizer.step()")
-    if any(updates[0]["wrapped"] for updates in case.updates):
+    if any(records[0]["wrapped"] for records in case.steps):
         return ("call the DDP wrapper, and not under no_sync(), in the last "
                 "backward pass; it reduces only parameters that it wraps and "
                 "that required a gradient when it was created")
@@ -349,8 +349,8 @@ def how_to_reduce(case: Comparison) -> str:
 def unused_parameters(case: Comparison) -> list[Finding]:
     """Answer whether a parameter that an optimizer has gets no gradient."""
     keys: set[str] = set()
-    for update in flatten(case.updates):
-        keys.update(update["without"])
+    for record in flatten(case.steps):
+        keys.update(record["without"])
     keys -= case.split
     if not keys:
         return []
@@ -377,8 +377,8 @@ def unused_parameters(case: Comparison) -> list[Finding]:
 
 
 def has_gradients(case: Comparison) -> bool:
-    """Return whether an optimizer got a gradient in any update."""
-    gradients = [update["gradients"] for update in flatten(case.updates)]
+    """Return whether an optimizer got a gradient in any step."""
+    gradients = [record["gradients"] for record in flatten(case.steps)]
     return any(state["plain"] or state["sharded"] for state in gradients)
 
 
@@ -388,13 +388,13 @@ def equal_ranks(case: Comparison) -> list[Finding]:
     if case.averaged:
         return []
     findings = []
-    if not clips_first(case) and not case.by_step:
+    if not clips_first(case) and not case.reduces_in_step:
         # else they are seen before that
         findings.append(compare_ranks(
             case, "gradients", "in", "reduce all gradients on all ranks, "
             "after the last backward()", proves=EQUAL))
     shows: frozenset[Proof] = frozenset()
-    if case.by_step:  # the weights tell of the gradients
+    if case.reduces_in_step:  # the weights tell of the gradients
         shows = EQUAL
     findings.append(compare_ranks(
         case, "weights", "after", "apply the same update to the same weights "
@@ -404,19 +404,19 @@ def equal_ranks(case: Comparison) -> list[Finding]:
 
 def compare_ranks(case: Comparison, key: str, when: str, hint: str,
                   proves: frozenset[Proof]) -> Finding | None:
-    """Say whether the ranks have the same tensors in all updates.
+    """Say whether the ranks have the same tensors in all steps.
 
     Args:
-        key: of an update: which tensors.
-        when: "in" an update, or "after" it.
+        key: of a step: which tensors.
+        when: "in" a step, or "after" it.
         hint: what to do if they differ.
         proves: what it shows if they do not.
 
     Returns:
-        None if in an update no rank has any.
+        None if in a step no rank has any.
     """
-    for step, updates in enumerate(case.updates):
-        whole = put_together(updates, key)
+    for step, records in enumerate(case.steps):
+        whole = put_together(records, key)
         if not whole.tensors:
             return None
         if whole.apart:
@@ -427,8 +427,8 @@ def compare_ranks(case: Comparison, key: str, when: str, hint: str,
                 ranks=sorted(whole.differing), numbers={"step": step},
                 kind=f"unequal-{key}")
     return ok(f"{key} are equal on all ranks, in "
-              f"{counted(case.updates, 'step')}", proves=proves,
-              numbers={"steps": len(case.updates)}, kind=f"equal-{key}")
+              f"{counted(case.steps, 'step')}", proves=proves,
+              numbers={"steps": len(case.steps)}, kind=f"equal-{key}")
 
 
 @dataclass(frozen=True)
@@ -463,8 +463,8 @@ def mean_of_ranks(case: Comparison) -> list[Finding]:
     differ = False  # whether the ranks' own do, so that it is no mean of one
     sums = []  # where a sum is right
     scaled: Finding | None = None  # the first with a factor
-    for step, updates in enumerate(case.updates):
-        found = find_reduced(updates)
+    for step, records in enumerate(case.steps):
+        found = find_reduced(records)
         if found is None:
             return []
         applied, expected = found.applied, found.mean
@@ -508,8 +508,8 @@ def mean_of_ranks(case: Comparison) -> list[Finding]:
                kind="mean-of-ranks")]
 
 
-def find_reduced(updates: Updates) -> ReducedGradients | None:
-    """Return the gradients of an update, with what they are likely a mean of.
+def find_reduced(records: StepRecords) -> ReducedGradients | None:
+    """Return the gradients of a step, with what they are likely a mean of.
 
     That is what a rank has at the end of its backward pass, or the sum of what
     its passes have computed, whichever has the mean closest to the gradients.
@@ -520,11 +520,11 @@ def find_reduced(updates: Updates) -> ReducedGradients | None:
         None if nothing is known of one of them.
     """
     kinds = ["local", "sums"]
-    if have_shared(updates, "local"):
+    if have_shared(records, "local"):
         kinds = ["sums"]
     found = []
     for kind in kinds:
-        applied, own, elements = gradients_of(updates, updates, kind)
+        applied, own, elements = gradients_of(records, records, kind)
         if applied is None:
             return None
         found.append(ReducedGradients(applied, own, elements))
@@ -595,17 +595,17 @@ def some_summed(case: Comparison, step: int, sums: set[str]) -> Finding:
 
 
 def is_single_process_gradient(case: Comparison, step: int) -> bool:
-    """Return whether an update has the gradients of one process, for the same
+    """Return whether a step has the gradients of one process, for the same
     samples: then a sum over the ranks is what it has to be.
     """
     if case.apart or case.still or step >= len(case.single) or (
             case.compared is not None and step >= case.compared):
         return False
     alone = case.single[step]
-    if not alone["samples"] or sorted(rows(case.updates[step])) != sorted(
+    if not alone["samples"] or sorted(rows(case.steps[step])) != sorted(
             alone["samples"]):
         return False
-    applied, expected, _ = gradients_of(case.updates[step], [alone])
+    applied, expected, _ = gradients_of(case.steps[step], [alone])
     return applied is not None and bool(expected[0].any()) and (
         off(applied, expected[0]) < GRADIENT * case.loosely)
 
@@ -614,7 +614,7 @@ def summed(case: Comparison, step: int) -> Finding:
     """Say that the gradients are the sum over all ranks.
 
     That is wrong unless each rank divides its loss by their number. It does
-    not if the mean loss of the first update is that of one process: then it is
+    not if the mean loss of the first step is that of one process: then it is
     a failure, unless the learning rate makes up for it. A loss that hardly
     depends on the samples, as with one class, tells nothing of that.
     """
@@ -626,7 +626,7 @@ def summed(case: Comparison, step: int) -> Finding:
     if case.asked("register_comm_hook"):
         advice = ("divide by the number of processes in the communication "
                   "hook, which replaces DDP's average")
-    loss, single_loss = mean_loss(case.updates[0]), mean_loss(case.single[:1])
+    loss, single_loss = mean_loss(case.steps[0]), mean_loss(case.single[:1])
     if single_loss and abs(loss / single_loss - 1) < CLOSE < abs(
             case.size * case.rate - 1):
         return fail(f"{text}, not the mean: {case.size} times as large",
@@ -638,7 +638,7 @@ def summed(case: Comparison, step: int) -> Finding:
                 kind="summed-gradients")
 
 
-def mean_loss(updates: Updates) -> float:
-    """Return the mean of the losses of several updates, 0 of none."""
-    losses = [sum(update["losses"]) for update in updates]
+def mean_loss(records: StepRecords) -> float:
+    """Return the mean of the losses of several steps, 0 of none."""
+    losses = [sum(record["losses"]) for record in records]
     return sum(losses) / max(len(losses), 1)
