@@ -20,7 +20,7 @@ from pathlib import Path
 from backstage import ROOT
 from rankcheck.engine.ranks import Launch
 from rankcheck.engine.run import Torchrun
-from rankcheck.why import witness
+from rankcheck.why import watcher
 from workshop.errors import run_tool
 from workshop.jobs.mpirun import Mpirun
 
@@ -78,7 +78,7 @@ def prepare(folder, variables, log):
     if ALONE in os.environ and ctypes.CDLL(None).unshare(NEW_NETWORK):
         print("this kernel makes no network for a process: nothing is wrong "
               "with this job", flush=True)
-    witness.start(folder)
+    watcher.start(folder)
 
 
 def last_lines(text):

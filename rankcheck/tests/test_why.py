@@ -21,12 +21,12 @@ from rankcheck.system import launchers, proc
 from rankcheck.system.errors import UserError
 from rankcheck.system.hook import HOOK
 from rankcheck.system.sources import Sources, find_callee
-from rankcheck.why import calls, command, evidence, jobs, start, witness
+from rankcheck.why import calls, command, evidence, jobs, start, watcher
 from rankcheck.why.evidence import collect
 from rankcheck.why.judge import RULES, find_last, judge
 from rankcheck.why.ranks import Rank
 from rankcheck.why.seen import describe
-from rankcheck.why.witness import MARK
+from rankcheck.why.watcher import MARK
 from rankcheck_testing.evidence import (
     Said,
     answer,
@@ -290,7 +290,7 @@ def test_a_module_that_is_being_imported(monkeypatch):
 def make_record(rank, began=1, **changes):
     """As a rank writes it that torchrun has started on node1."""
     record = {
-        "format": witness.FORMAT, "rank": rank, "world_size": 2,
+        "format": watcher.FORMAT, "rank": rank, "world_size": 2,
         "host": "node1", "pid": 100 * int(began) + rank, "parent": 7,
         "space": "1", "network": "net:[1]", "token": None, "began": began,
         "written": began + 9, "ended": {"status": 0, "time": began + 9},
@@ -578,7 +578,7 @@ def test_what_a_rank_starts_is_not_watched(tmp_path):
     ({"began": 9, "joined": False, "stack": [["x.py", 3, "rendezvous"]]},
      [0, 1])])
 def test_who_is_the_rank(others, chosen, tmp_path, monkeypatch):
-    record = {"format": witness.FORMAT, "rank": 0, "world_size": 2,
+    record = {"format": watcher.FORMAT, "rank": 0, "world_size": 2,
               "host": "node1", "written": 10, "began": 1, "start": [],
               "stack": [], "joined": True, "calls": None, "ended": None,
               "answers": True, "launched": True, "library": "",
@@ -846,7 +846,7 @@ def test_errors_inside_of_a_group():
             inner = group("tasks", [error, ValueError("later")])
             raise group("all", [inner]) from None
     except group as error:
-        found = witness.chain(error)
+        found = watcher.chain(error)
     assert [str(error) for error in found] == [
         "'reward'", "tasks (2 sub-exceptions)", "all (1 sub-exception)"]
 
@@ -1006,7 +1006,7 @@ def test_a_start_by_the_number_of_its_job(tmp_path, monkeypatch):
                       ("20260101-3", None)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "node1-7.json").write_text(json.dumps({
-            "format": witness.FORMAT, "start": [None, None, job, "0"]}))
+            "format": watcher.FORMAT, "start": [None, None, job, "0"]}))
     assert evidence.find("4711", tmp_path / "runs").name == "20260101-2"
     with pytest.raises(UserError, match="nor a start in the cache"):
         evidence.find("4712", tmp_path / "runs")

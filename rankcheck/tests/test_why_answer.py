@@ -12,7 +12,7 @@ import pytest
 
 from rankcheck.system import proc
 from rankcheck.system.hook import HOOK
-from rankcheck.why import answer, command, evidence, hang, witness
+from rankcheck.why import answer, command, evidence, hang, watcher
 from rankcheck.why.ranks import Rank
 from rankcheck_testing.evidence import FOLDER, read_ranks
 from rankcheck_testing.support import HOUSE, SOURCE_PATH, program, wait_for
@@ -300,7 +300,7 @@ time.sleep(60)
         wait_for(lambda: [*(tmp_path / "why").glob("*.json")], 60)
         wait_for(lambda: any(
             "threads" in record for record in evidence.read(tmp_path / "why")
-            ) or witness.add_question(tmp_path / "why/ask") is None, 60)
+            ) or watcher.add_question(tmp_path / "why/ask") is None, 60)
         rank, = evidence.collect(tmp_path / "why")
     finally:
         job.kill()

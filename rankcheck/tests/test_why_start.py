@@ -12,7 +12,7 @@ import pytest
 from rankcheck.system import proc
 from rankcheck.system.errors import UserError
 from rankcheck.system.hook import HOOK
-from rankcheck.why import calls, command, evidence, start, witness
+from rankcheck.why import calls, command, evidence, start, watcher
 from rankcheck_testing.support import SOURCE_PATH, program
 
 VIEW = """\
@@ -383,7 +383,7 @@ def test_records_of_the_format_before_can_be_read(tmp_path):
     (tmp_path / "node1-7.json").write_text(json.dumps(record))
     found, = evidence.read(tmp_path)
     assert found["calls"][0]["group"] == [0, 1]
-    assert witness.FORMAT == "rankcheck 4"
+    assert watcher.FORMAT == "rankcheck 4"
 
 
 # ------------------------------------------------------- no rank was seen
@@ -426,7 +426,7 @@ def test_ranks_that_run_without_the_hook(line, words, tmp_path):
 def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, capsys):
     """Then nobody was asked, and nothing is judged."""
     record = {
-        "format": witness.FORMAT, "rank": 0, "world_size": 1,
+        "format": watcher.FORMAT, "rank": 0, "world_size": 1,
         "host": proc.name_host(os.environ), "pid": os.getpid(),
         "space": proc.name_space(), "began": time.time(), "start": [],
         "written": time.time(), "stack": [["x.py", 3, "f"]], "joined": True,

@@ -17,7 +17,7 @@ from workshop import SOURCES
 # program in a sandbox, and a command, which then says that it is too old.
 ROOTS = [
     "notebooks/lesson.py",
-    "rankcheck/src/rankcheck/why/witness.py",
+    "rankcheck/src/rankcheck/why/watcher.py",
     "rankcheck/src/rankcheck/engine/sandbox.py",
     "rankcheck/src/rankcheck/__main__.py",
     "workshop/__init__.py"]
@@ -172,7 +172,7 @@ def test_python_3_9_imports_them(old_python):
         if module.split(".")[0] == "rankcheck" and path.stem not in (
                 "__main__", "sitecustomize"):
             modules.append(module)
-    assert "rankcheck.why.witness" in modules
+    assert "rankcheck.why.watcher" in modules
     end = run(old_python, "-S", "-c", f"import {', '.join(modules)}",
               PYTHONPATH=SOURCES[1])
     assert end.returncode == 0, end.stderr

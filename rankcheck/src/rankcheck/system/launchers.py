@@ -1,6 +1,6 @@
 """Which process is a rank, which a launcher, and what a launcher says.
 
-Only the standard library: it is loaded into any script, by witness.py.
+Only the standard library: it is loaded into any script, by watcher.py.
 """
 
 from __future__ import annotations

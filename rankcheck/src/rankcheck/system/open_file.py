@@ -1,6 +1,6 @@
 """Files that are open in a script without its seeing them.
 
-Only the standard library: it is loaded into any script, by witness.py.
+Only the standard library: it is loaded into any script, by watcher.py.
 """
 
 from __future__ import annotations

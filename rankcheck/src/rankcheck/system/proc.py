@@ -1,6 +1,6 @@
 """What Linux says of processes, their threads and their connections.
 
-Only the standard library: it is loaded into any script, by witness.py.
+Only the standard library: it is loaded into any script, by watcher.py.
 """
 
 from __future__ import annotations

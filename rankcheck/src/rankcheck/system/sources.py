@@ -2,7 +2,7 @@
 
 A path alone does not say it: a script may be in a folder called `torch`. So a
 rank records the folders of what it has imported, and `Sources` compares with
-them. Only the standard library: it is loaded into any script, by witness.py.
+them. Only the standard library: it is loaded into any script, by watcher.py.
 """
 
 from __future__ import annotations

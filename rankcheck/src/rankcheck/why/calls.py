@@ -1,6 +1,6 @@
 """The collectives of a process: PyTorch's flight record, and one of MPI's.
 
-Only the standard library: it is loaded into any script, by witness.py. It uses
+Only the standard library: it is loaded into any script, by watcher.py. It uses
 torch and mpi4py where the script has imported them.
 """
 

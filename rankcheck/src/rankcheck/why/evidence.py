@@ -1,5 +1,5 @@
 """Collects the evidence: what the ranks of a start have written themselves
-(witness.py), what the system says of them now, and SLURM's word.
+(watcher.py), what the system says of them now, and SLURM's word.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, cast
 from rankcheck.system import proc
 from rankcheck.system.errors import UserError, read_regular, require
 from rankcheck.system.hook import HOOK
-from rankcheck.why import calls, jobs, start, witness
+from rankcheck.why import calls, jobs, start, watcher
 from rankcheck.why.process_record import Ended, Identity, ProcessRecord
 from rankcheck.why.ranks import Rank
 from rankcheck.why.start import SAID, Start
 
 ANSWER = 12  # seconds that the ranks have to answer
-FORMATS = (witness.FORMAT, "rankcheck 3")  # of records that can be read
+FORMATS = (watcher.FORMAT, "rankcheck 3")  # of records that can be read
 HOW = "start it by `rankcheck why run -- COMMAND`"
 PY_SPY = ("while it runs, `py-spy dump --subprocesses --pid PID` shows the "
           "lines of its processes")
@@ -129,7 +129,7 @@ def find(target: str | None, runs: Path) -> Path:
     for place in places:
         for inside in ("", "why/", "why/*/"):
             files += place.glob(f"{inside}*-[0-9]*.json")
-            files += place.glob(f"{inside}*{witness.BEGIN}")
+            files += place.glob(f"{inside}*{watcher.BEGIN}")
     require(files, f"{target}: no rank has left a record there: name the "
             "folder that the job's output names, or none for the last start; "
             f"if nothing was recorded, {HOW}; {PY_SPY}")
@@ -140,7 +140,7 @@ def find_starts_of(number: str) -> list[Path]:
     """Return the folders of `why run` of which a rank was in this job of
     SLURM's.
     """
-    place = witness.STARTS.index("SLURM_JOB_ID")
+    place = watcher.STARTS.index("SLURM_JOB_ID")
     found = []
     for folder in sorted(start.STARTS.glob("*/")):
         for file in sorted(folder.glob("*-[0-9]*.json"))[:3]:
@@ -268,7 +268,7 @@ def say_unwatched(pid: int) -> str:
              if place.endswith("/rankcheck/system/hook")]
     ignores = [word for word in command[1:2] if IGNORES.fullmatch(word)]
     name = f"process {pid} ({shlex.join(command)[:100]}) is not watched: "
-    if not variables.get(witness.FOLDER):
+    if not variables.get(watcher.FOLDER):
         return name + ("it does not have the variable RANKCHECK_WHY: look for "
                        "`env -i`, sudo, ssh, a container, --export=NONE")
     if not hooks:
@@ -308,7 +308,7 @@ def gather(folder: Path) -> Evidence:
     records, question, refused = read(folder), "no question", ""
     if any(lives(record) is not False for record in records):
         try:
-            question = witness.add_question(folder / "ask")
+            question = watcher.add_question(folder / "ask")
             records = wait_for_answers(folder, records, question)
         except OSError as error:
             refused = error.strerror or str(error)

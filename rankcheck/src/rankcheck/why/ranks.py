@@ -159,7 +159,7 @@ class Rank:
     """A process: what it has written, and what the system says now.
 
     Args:
-        record: as witness.py writes it; `of` is added to its calls.
+        record: as watcher.py writes it; `of` is added to its calls.
         alive: whether it lives; None if that cannot be seen from here.
         fresh: whether it has answered now.
         last: its .stack file.

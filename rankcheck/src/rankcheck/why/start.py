@@ -28,7 +28,7 @@ from pathlib import Path
 from rankcheck.system import proc
 from rankcheck.system.errors import UserError, read_regular
 from rankcheck.system.hook import with_hook
-from rankcheck.why.witness import BEGIN, FOLDER, MARK, START
+from rankcheck.why.watcher import BEGIN, FOLDER, MARK, START
 
 KEPT = 20  # starts with their evidence
 LISTED = 100  # starts in the user's list

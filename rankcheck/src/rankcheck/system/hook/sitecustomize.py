@@ -26,7 +26,7 @@ elif os.environ.get("RANKCHECK_WHY") and sys.version_info >= (3, 9):
     package.__path__ = [os.path.abspath(__file__).rsplit(os.sep, 3)[0]]
     sys.modules[package.__name__] = package
     try:
-        witness = import_module("rankcheck_witness.why.witness")
+        witness = import_module("rankcheck_witness.why.watcher")
         witness.start(os.environ["RANKCHECK_WHY"])
     except Exception as error:  # never the script's problem
         sys.modules.pop(package.__name__, None)
