@@ -168,8 +168,11 @@ def leave(status: str | int | None) -> NoReturn:
 def finish(status: int, call_exit_handlers: bool = True) -> None:
     """Do what is left to do in a process that ends without Python's clean-up.
     """
-    if "rankcheck_witness" in sys.modules:  # `why` watches
-        sys.modules["rankcheck_witness"].leave(status)
+    # `why` watches: "witness" if it is one of an older rankcheck
+    watcher = (sys.modules.get("rankcheck_watcher")
+               or sys.modules.get("rankcheck_witness"))
+    if watcher is not None:
+        watcher.leave(status)
     if call_exit_handlers:
         atexit._run_exitfuncs()
     sys.stdout.flush()

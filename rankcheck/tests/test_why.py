@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch.distributed  # noqa: F401 the witness looks there
+import torch.distributed  # noqa: F401 the watcher looks there
 
 from rankcheck.engine.ranks import free_port
 from rankcheck.system import launchers, proc
@@ -669,10 +669,12 @@ def test_the_agent_of_torchrun_is_no_rank(command, is_launcher):
         {"RANK": "x", "WORLD_SIZE": ""}, ["python"]) == agent
 
 
-def test_a_launcher_leaves_as_any_script_does(tmp_path):
-    """Also a script that has a launcher's name calls the hook's `leave`."""
+@pytest.mark.parametrize("name", ["rankcheck_watcher", "rankcheck_witness"])
+def test_a_launcher_leaves_as_any_script_does(name, tmp_path):
+    """Also a script that has a launcher's name calls the hook's `leave`, by
+    the name of today or the one before."""
     script = program(tmp_path / "torchrun", "import sys\n"
-                     "sys.modules['rankcheck_witness'].leave(3)")
+                     f"sys.modules['{name}'].leave(3)")
     ended = python(tmp_path, script, RANKCHECK_WHY="why",
                    PYTHONPATH=f"{HOOK}:{SOURCE_PATH}")
     assert (ended.returncode, ended.stderr) == (0, "")

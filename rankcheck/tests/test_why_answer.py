@@ -157,7 +157,7 @@ except ChildProcessError:
 """
 
 
-def find_watchers(folder):
+def find_monitors(folder):
     """The processes that --on-hang has started there."""
     found = []
     for pid in proc.list_processes():
@@ -191,9 +191,9 @@ def test_a_command_when_a_job_hangs(tmp_path):
                f">>{tmp_path}/said")
     job = start_job(tmp_path, command, "", 21)
     try:
-        wait_for(lambda: find_watchers(tmp_path), 60)
+        wait_for(lambda: find_monitors(tmp_path), 60)
         wait_for((tmp_path / "said").exists, 120)
-        wait_for(lambda: not find_watchers(tmp_path), 60)
+        wait_for(lambda: not find_monitors(tmp_path), 60)
         assert job.poll() is None
     finally:
         (tmp_path / "wait").unlink()
@@ -207,23 +207,23 @@ def test_a_command_when_a_job_hangs(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["itself", "SIGKILL"])
-def test_a_watcher_ends_with_its_job(end, tmp_path):
+def test_a_monitor_ends_with_its_job(end, tmp_path):
     """Without its command, if there was no hang."""
     job = start_job(tmp_path, f"touch {tmp_path}/said", "sum(range(9))", 600)
     try:
-        wait_for(lambda: {*find_watchers(tmp_path)} - {job.pid}, 60)
+        wait_for(lambda: {*find_monitors(tmp_path)} - {job.pid}, 60)
         wait_for(lambda: "no child" in (tmp_path / "log").read_text(), 60)
-        watcher, = find_watchers(tmp_path)  # it alone: the job is a script
-        opened = {os.path.basename(os.readlink(f"/proc/{watcher}/fd/{name}"))
-                  for name in proc.list_folder(f"/proc/{watcher}/fd")}
+        monitor, = find_monitors(tmp_path)  # it alone: the job is a script
+        opened = {os.path.basename(os.readlink(f"/proc/{monitor}/fd/{name}"))
+                  for name in proc.list_folder(f"/proc/{monitor}/fd")}
         assert opened == {"null", "anon_inode:[pidfd]"}
-        assert int(proc.read_stat(watcher)[1]) != job.pid
+        assert int(proc.read_stat(monitor)[1]) != job.pid
         if end == "SIGKILL":
             os.kill(job.pid, signal.SIGKILL)
     finally:
         (tmp_path / "wait").unlink()
         job.wait(60)
-    wait_for(lambda: proc.read_state(watcher) == "?", 60)
+    wait_for(lambda: proc.read_state(monitor) == "?", 60)
     assert not (tmp_path / "said").exists()
 
 
@@ -265,7 +265,7 @@ def test_a_rank_that_does_not_answer_hangs_once_it_was_asked(tmp_path):
 
 
 def test_on_hang_where_the_working_directory_is_gone(tmp_path):
-    """Said once: the watcher, a copy of the process, must not say it too."""
+    """Said once: the monitor, a copy of the process, must not say it too."""
     line = (f"cd {tmp_path / 'gone'} && rmdir {tmp_path / 'gone'} && "
             f"{sys.executable} -m rankcheck why run --on-hang true -- true")
     (tmp_path / "gone").mkdir()

@@ -99,12 +99,12 @@ def main(args: Namespace, runs: Path = RUNS,
     given = vars(args)
     try:
         if args.job == "run" and args.flags:
-            start_watcher = None
+            start_monitor = None
             if args.on_hang is not None:
-                start_watcher = partial(
-                    hang.start_watcher, command=args.on_hang,
+                start_monitor = partial(
+                    hang.start_monitor, command=args.on_hang,
                     seconds=args.hang_after)
-            start.run(args.flags, start_watcher)
+            start.run(args.flags, start_monitor)
         if given.get("on_hang") is not None:
             raise UserError("--on-hang belongs to a start: rankcheck why run "
                             "--on-hang COMMAND -- torchrun ...")

@@ -1,6 +1,6 @@
 """Runs a command once a job hangs: rankcheck why run --on-hang COMMAND -- X
 
-`why run` becomes the job. Before, it starts a watcher: a process whose parent
+`why run` becomes the job. Before, it starts a monitor: a process whose parent
 is not the job, so that the job does not wait for it, in a session of its own.
 It ends with the job, and changes nothing of it. It asks the ranks, as `why`
 does, once one of them has said that it makes no progress.
@@ -33,7 +33,7 @@ LOG = "on-hang-{}.log"  # what the command prints; it is there once it began
 
 @dataclass(frozen=True)
 class Task:
-    """What a watcher has to do."""
+    """What a monitor has to do."""
 
     folder: Path  # where the ranks write
     command: str  # for a shell; {} is the folder
@@ -42,7 +42,7 @@ class Task:
     cwd: str  # of the command
 
 
-def start_watcher(folder: Path, env: Mapping[str, str], command: str,
+def start_monitor(folder: Path, env: Mapping[str, str], command: str,
                   seconds: float) -> None:
     """Start a process that runs a command when the ranks hang.
 
@@ -53,7 +53,7 @@ def start_watcher(folder: Path, env: Mapping[str, str], command: str,
         seconds: how long no rank has made progress then.
 
     Raises:
-        UserError: if this process would be the watcher's parent, if the
+        UserError: if this process would be the monitor's parent, if the
             system cannot tell when it ends, or if the command would have no
             working directory.
     """
@@ -77,7 +77,7 @@ def start_watcher(folder: Path, env: Mapping[str, str], command: str,
     if child == 0:
         middle = os.getpid()
         if os.fork() == 0:
-            become_watcher(job, owner, middle, writer, task)
+            become_monitor(job, owner, middle, writer, task)
         os._exit(0)
     os.waitpid(child, 0)
     os.close(writer)
@@ -86,12 +86,12 @@ def start_watcher(folder: Path, env: Mapping[str, str], command: str,
     os.close(job)
     require(answer == b"ready", "--on-hang: this process is PID 1, or takes "
             "in the orphans of others, so that the job would wait for the "
-            "watcher. fix: start it in a shell, or with `docker run --init`")
+            "monitor. fix: start it in a shell, or with `docker run --init`")
 
 
-def become_watcher(job: int, owner: int, middle: int, writer: int,
+def become_monitor(job: int, owner: int, middle: int, writer: int,
                    task: Task) -> NoReturn:
-    """Be the watcher, until the job ends.
+    """Be the monitor, until the job ends.
 
     Args:
         job: a file by which the system tells that the job has ended.
@@ -173,8 +173,8 @@ def is_idle(rank: Rank, asked: str, seconds: float) -> bool:
 
 
 def run_command(task: Task, ranks: list[Rank]) -> None:
-    """Run it, unless the watcher of another node has done so."""
-    began = min(rank.began for rank in ranks)  # for all watchers the same
+    """Run it, unless the monitor of another node has done so."""
+    began = min(rank.began for rank in ranks)  # for all monitors the same
     log = task.folder / LOG.format(f"{began:.3f}")
     try:
         output = open(log, "xb")

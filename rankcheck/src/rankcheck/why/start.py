@@ -237,7 +237,7 @@ def begin(command: Sequence[str], env: dict[str, str],
 
 
 def run(command: Sequence[str],
-        start_watcher: Callable[[Path, Mapping[str, str]], None] | None = None
+        start_monitor: Callable[[Path, Mapping[str, str]], None] | None = None
         ) -> None:
     """Become this command, in a folder that its ranks write to.
 
@@ -252,8 +252,8 @@ def run(command: Sequence[str],
     sys.stdout.flush()
     print(line, end="", file=sys.stderr, flush=True)
     env = begin(command, env, find_position() - len(line.encode()))
-    if start_watcher is not None:
-        start_watcher(Path(env[FOLDER]), given)
+    if start_monitor is not None:
+        start_monitor(Path(env[FOLDER]), given)
     # as Python has found them, as a rule: it ignores these itself
     for number in signal.SIGPIPE, signal.SIGXFSZ:
         signal.signal(number, signal.SIG_DFL)

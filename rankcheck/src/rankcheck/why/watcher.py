@@ -70,8 +70,12 @@ STARTS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
           "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT",
           "WORLD_SIZE")  # not of a group, which no rank knows at first
 
+# Modules in which a script that leaves without exit handlers finds `leave`;
+# the second one has the name that older scripts know
+PACKAGES = "rankcheck_watcher", "rankcheck_witness"
+
 # False: nobody can write to the folder
-the_witness: Witness | Literal[False] | None = None
+the_watcher: Watcher | Literal[False] | None = None
 
 
 def start(name: str | os.PathLike[str]) -> None:
@@ -83,10 +87,9 @@ def start(name: str | os.PathLike[str]) -> None:
     folder = Path(os.path.expanduser(name)).absolute()
     rank, by = find_rank()[0], os.environ.get(WATCHED, str(os.getpid()))
     atexit.register(at_end, folder, by)
-    # by which a script that leaves without exit handlers finds `leave`
-    package: Any = sys.modules.setdefault(
-        "rankcheck_witness", type(sys)("rankcheck_witness"))
-    package.leave = leave
+    for known in PACKAGES:
+        package: Any = sys.modules.setdefault(known, type(sys)(known))
+        package.leave = leave
     if launchers.is_launcher(launchers.read_command()):
         return
     # by: after os.execv it is still the same rank; what a rank has started
@@ -114,16 +117,16 @@ def is_start(folder: Path) -> bool:
 
 def leave(status: int | str | None) -> None:
     """Write how it ends: for a script that leaves without exit handlers."""
-    if the_witness:
-        the_witness.end(status)
+    if the_watcher:
+        the_watcher.end(status)
 
 
 def at_end(folder: Path, by: str) -> None:
     """Write of a rank that nobody has seen so far, and of a launcher."""
-    if the_witness is None and is_named(by):
-        witness = begin(folder)
-        if witness is not None:
-            witness.on_end()
+    if the_watcher is None and is_named(by):
+        watcher = begin(folder)
+        if watcher is not None:
+            watcher.on_end()
     try:
         launchers.keep_exits(folder)
     except OSError as error:
@@ -141,32 +144,32 @@ def run(folder: Path, by: str) -> None:
     """Be the thread that watches, once this is a rank."""
     try:
         wait = POLL / 50
-        while the_witness is None and not is_named(by):
+        while the_watcher is None and not is_named(by):
             time.sleep(wait)
             wait = min(1.1 * wait, POLL)
-        witness = the_witness
-        if witness is None:
-            witness = begin(folder)
-        if witness:
-            witness.watch_moves()
+        watcher = the_watcher
+        if watcher is None:
+            watcher = begin(folder)
+        if watcher:
+            watcher.watch_moves()
     except Exception as error:  # never the script's problem
         warn(error)
 
 
-def begin(folder: Path) -> Witness | None:
+def begin(folder: Path) -> Watcher | None:
     """Make the `Witness`; None where nobody can write to the folder."""
-    global the_witness
-    witness = None
+    global the_watcher
+    watcher = None
     try:
-        the_witness = witness = Witness(folder)
+        the_watcher = watcher = Watcher(folder)
     except OSError as error:  # never the script's problem
-        the_witness = False
+        the_watcher = False
         warn(error)
     if find_rank()[0] is not None:  # else it may start ranks
         os.environ[WATCHED] = str(os.getpid())
     if "mpi4py.MPI" in sys.modules:
         calls.record_mpi(sys.modules["mpi4py.MPI"], leave)
-    return witness
+    return watcher
 
 
 class Imports:
@@ -182,14 +185,14 @@ class Imports:
     def find_spec(self, name: str, path: Sequence[str] | None = None,
                   target: ModuleType | None = None) -> ModuleSpec | None:
         """Start the thread if this is torch or MPI, and record MPI."""
-        if the_witness:
-            the_witness.find_script()
+        if the_watcher:
+            the_watcher.find_script()
         if name not in ("torch", "mpi4py.MPI"):
             return None
         if self.task is not None:
             _thread.start_new_thread(run, self.task)
             self.task = None
-        if name == "torch" or name in sys.modules or not the_witness:
+        if name == "torch" or name in sys.modules or not the_watcher:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -209,7 +212,7 @@ def warn(error: Exception) -> None:
     print(f"warning: no evidence for `why`: {error}", file=sys.stderr)
 
 
-class Witness:
+class Watcher:
     """Writes what this process does, and how it ended.
 
     Attributes:

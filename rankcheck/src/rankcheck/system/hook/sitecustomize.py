@@ -22,12 +22,12 @@ elif os.environ.get("RANKCHECK_WHY") and sys.version_info >= (3, 9):
     from importlib import import_module
 
     # A name of its own: the script may have another `rankcheck`
-    package = type(sys)("rankcheck_witness")
+    package = type(sys)("rankcheck_watcher")
     package.__path__ = [os.path.abspath(__file__).rsplit(os.sep, 3)[0]]
     sys.modules[package.__name__] = package
     try:
-        witness = import_module("rankcheck_witness.why.watcher")
-        witness.start(os.environ["RANKCHECK_WHY"])
+        watcher = import_module("rankcheck_watcher.why.watcher")
+        watcher.start(os.environ["RANKCHECK_WHY"])
     except Exception as error:  # never the script's problem
         sys.modules.pop(package.__name__, None)
         sys.stderr.write("no evidence for `why`: " + str(error) + "\n")
