@@ -39,7 +39,7 @@ from backstage.checkpoint import (
 from backstage.errors import explain
 from backstage.record import COLUMNS, RECORD, Metrics
 from backstage.run import Run
-from workshop.diff import backups, checked, desk
+from workshop.diff import backups, checked, working_copy
 from workshop.diff.diff import Diff
 from workshop.stages import STAGES
 from workshop.vocabulary import save_vocabulary
@@ -283,13 +283,13 @@ def test_the_metrics_of_a_run_that_goes_on(tmp_path):
 def test_the_working_copy(linked, tmp_path, monkeypatch):
     """What apply, reset and undo do; a second name is written through."""
     def prepare(folder):
-        desk = folder / "code" / "train_gpt2.py"
-        desk.parent.mkdir()
-        desk.write_bytes(OLD)
+        script = folder / "code" / "train_gpt2.py"
+        script.parent.mkdir()
+        script.write_bytes(OLD)
         if linked:
-            os.link(desk, folder / "mine.py")
-        monkeypatch.setattr(backups, "DESK", desk)
-        monkeypatch.setattr(backups, "FOLDER", desk.parent / "backups")
+            os.link(script, folder / "mine.py")
+        monkeypatch.setattr(backups, "DESK", script)
+        monkeypatch.setattr(backups, "FOLDER", script.parent / "backups")
 
         def replace():
             with backups.locked_desk():
@@ -298,8 +298,8 @@ def test_the_working_copy(linked, tmp_path, monkeypatch):
         return replace
 
     def judge(folder, end):
-        desk = folder / "code" / "train_gpt2.py"
-        there = desk.read_bytes()
+        script = folder / "code" / "train_gpt2.py"
+        there = script.read_bytes()
         kept = [file.read_bytes()
                 for file in (folder / "code" / "backups").glob("*.py")]
         assert there in (OLD, NEW)
@@ -322,11 +322,15 @@ class Command:
 STD, DDP = (STAGES[name].solution.read_bytes() for name in ("std", "ddp"))
 OLDER, EARLIER = b"# the oldest\n", b"# what was there before\n"
 COMMANDS = {
-    "apply": Command(lambda: desk.apply("ddp"), STD, DDP, "made change 1"),
-    "reset": Command(lambda: desk.reset("ddp"), STD, DDP, "is now ddp"),
-    "undo": Command(desk.undo, STD, EARLIER, "is now 20251231-000001-3"),
-    "date": Command(lambda: desk.reset("20251231-000000-2"), STD, OLDER,
-                    "is now 20251231-000000-2"),
+    "apply": Command(
+        lambda: working_copy.apply("ddp"), STD, DDP, "made change 1"),
+    "reset": Command(
+        lambda: working_copy.reset("ddp"), STD, DDP, "is now ddp"),
+    "undo": Command(
+        working_copy.undo, STD, EARLIER, "is now 20251231-000001-3"),
+    "date": Command(
+        lambda: working_copy.reset("20251231-000000-2"), STD, OLDER,
+        "is now 20251231-000000-2"),
 }
 
 
@@ -341,7 +345,7 @@ def use_desk(monkeypatch):
         (kept.parent / "train_gpt2.20251230-000000.py").write_bytes(b"# 1\n")
         (kept / "20251231-000000-2.py").write_bytes(OLDER)
         (kept / "20251231-000001-3.py").write_bytes(EARLIER)
-        for module in backups, desk:
+        for module in backups, working_copy:
             monkeypatch.setattr(module, "DESK", script)
         monkeypatch.setattr(backups, "FOLDER", kept)
         monkeypatch.setattr(Diff.__init__, "__defaults__", (script, None))
@@ -380,7 +384,7 @@ def test_apply_reset_and_undo(name, tmp_path, use_desk):
                                 end.printed):
             assert Path(named).read_bytes() == command.before
         with redirect_stdout(None):
-            desk.undo()  # to what was there
+            working_copy.undo()  # to what was there
         assert script.read_bytes() == command.before if done else (
             script.read_bytes() in (OLDER, EARLIER))
         if not end.reached:

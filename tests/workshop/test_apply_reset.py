@@ -137,8 +137,8 @@ def on_sync(call, moment, then):
     return f"""if True:
         import os, pathlib
         from backstage.errors import run_main
-        from workshop.diff import desk
-        script, sync, times = desk.DESK, os.fsync, []
+        from workshop.diff import working_copy
+        script, sync, times = working_copy.DESK, os.fsync, []
 
         def fsync(file):
             times.append(file)
@@ -147,7 +147,7 @@ def on_sync(call, moment, then):
             sync(file)
 
         os.fsync = fsync
-        run_main(lambda: desk.{call})"""
+        run_main(lambda: working_copy.{call})"""
 
 
 @pytest.mark.whole

@@ -16,8 +16,8 @@ from workshop.check.command import check, make_others
 from workshop.check.lines import lines_as_in, name_lines
 from workshop.check.questions.process import definitions
 from workshop.check.questions.question import TIED, put_together
-from workshop.diff.desk import apply, reset
 from workshop.diff.diff import Diff
+from workshop.diff.working_copy import apply, reset
 from workshop.stages import STAGES
 
 

@@ -6,7 +6,7 @@ import pytest
 from conftest import copy_course, edit, python
 
 from backstage.files import show_path
-from workshop.diff import checked, desk, documents, render
+from workshop.diff import checked, documents, render, working_copy
 from workshop.diff.diff import Diff
 from workshop.stages import STAGES
 
@@ -22,7 +22,7 @@ def script(tmp_path, monkeypatch):
     """The script on a desk of its own, which is empty."""
     file = tmp_path / "code" / "train_gpt2.py"
     file.parent.mkdir()
-    monkeypatch.setattr(desk, "DESK", file)
+    monkeypatch.setattr(working_copy, "DESK", file)
     monkeypatch.setattr(render, "DESK", file)
     monkeypatch.setattr(render, "link", str)  # DESK is in the repository
     monkeypatch.setattr(render, "link_lines", str)
@@ -62,7 +62,7 @@ def test_a_record_that_cannot_be_written_is_one_line(script, capsys):
     said = capsys.readouterr().err
     assert re.fullmatch(r"warning: \S+/.checked.json does not know .*\n", said)
     assert not has_passed(script)
-    assert desk.choose("ddp")[0] == STAGES["ddp"].solution
+    assert working_copy.choose("ddp")[0] == STAGES["ddp"].solution
 
 
 # ------------------------------------------------------------------ the diff
@@ -110,26 +110,26 @@ def test_what_a_batch_file_trains_with(script):
     """Not half a lesson, on the way to the next stage."""
     for text in (DDP, STD, OWN, "def main()\n", "\0"):
         script.write_text(text)
-        path, said = desk.choose("ddp")
+        path, said = working_copy.choose("ddp")
         assert path == STAGES["ddp"].solution
         assert "never passed the check for ddp" in said or "null byte" in said
     passes(script, DDP)
-    assert desk.choose("ddp") == (script, f"script    {show_path(script)}, "
-                                  "which has passed the check")
+    assert working_copy.choose("ddp") == (
+        script, f"script    {show_path(script)}, which has passed the check")
     script.write_text(OWN)
-    path, said = desk.choose("ddp")
+    path, said = working_copy.choose("ddp")
     assert path == script and "check ddp" in said
     assert said.startswith(f"warning: {show_path(script)} was edited after it")
     script.write_text(LIT)
-    path, said = desk.choose("ddp")
+    path, said = working_copy.choose("ddp")
     assert path == STAGES["ddp"].solution and "is nearer to lit" in said
     passes(script, LIT, "lit")
-    assert desk.choose("ddp")[0] == STAGES["ddp"].solution
-    assert desk.choose("lit")[0] == script
+    assert working_copy.choose("ddp")[0] == STAGES["ddp"].solution
+    assert working_copy.choose("lit")[0] == script
     passes(script, STD, "std")  # which has no lesson
-    assert desk.choose("std")[0] == STAGES["std"].solution
+    assert working_copy.choose("std")[0] == STAGES["std"].solution
     script.unlink()
-    path, said = desk.choose("ddp")
+    path, said = working_copy.choose("ddp")
     assert path == STAGES["ddp"].solution
     assert "is not there: was it moved" in said
 

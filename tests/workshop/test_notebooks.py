@@ -26,7 +26,7 @@ from notebooks.experiments import hangs, your_model
 from rankcheck.engine.ranks import launch
 from rankcheck.verification.command import verify
 from slides import figures, schedules
-from workshop.diff import checked, desk, documents, page, render
+from workshop.diff import checked, documents, page, render, working_copy
 from workshop.diff.diff import Diff
 from workshop.notebook import cells, following, frontend, magics, pictures
 from workshop.notebook import lab as opener
@@ -285,9 +285,9 @@ def test_cells_make_changes_and_take_them_back(repo):
 def test_where_one_is(tmp_path, monkeypatch, snapshot):
     """Each state of the script, what has passed a check, and the runs."""
     script = tmp_path / "train_gpt2.py"
-    monkeypatch.setattr(desk, "DESK", script)
+    monkeypatch.setattr(working_copy, "DESK", script)
     monkeypatch.setattr(checked, "RECORD", tmp_path / "checked.json")
-    monkeypatch.setattr(desk.runs, "RUNS", ROOT / "example-logs")
+    monkeypatch.setattr(working_copy.runs, "RUNS", ROOT / "example-logs")
 
     def now(text):
         script.write_text(text)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from backstage.errors import require
-from workshop.diff import desk, render
+from workshop.diff import render, working_copy
 from workshop.diff.diff import Diff
 from workshop.instructor import classroom
 from workshop.jobs.originals import require_originals
@@ -19,7 +19,7 @@ from workshop.stages import LESSONS, STAGES, find
 
 def journey(args: argparse.Namespace) -> None:
     """Print what comes next, and the command that goes on."""
-    words, lessons = desk.what_next()
+    words, lessons = working_copy.what_next()
     print(words)
     for name in lessons:
         print(f"  python -m workshop lab {name:8}  {find(name).title}")
@@ -60,7 +60,7 @@ def apply(args: argparse.Namespace) -> None:
     require(args.all != bool(args.numbers), "give the numbers of changes, or "
             "--all: see python -m workshop apply --help")
     require_originals()
-    desk.apply(args.stage, args.numbers)
+    working_copy.apply(args.stage, args.numbers)
 
 
 def add_reset(parser: argparse.ArgumentParser) -> None:
@@ -75,12 +75,12 @@ def add_reset(parser: argparse.ArgumentParser) -> None:
 
 def reset(args: argparse.Namespace) -> None:
     if args.list:
-        desk.list_all()
+        working_copy.list_all()
     elif args.undo:
-        desk.undo()
+        working_copy.undo()
     else:
         require_originals()
-        desk.reset(args.name)
+        working_copy.reset(args.name)
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +91,7 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 def script(args: argparse.Namespace) -> None:
     from workshop.jobs.doctor import name_commit
 
-    path, reason = desk.choose(args.stage)
+    path, reason = working_copy.choose(args.stage)
     print(reason, file=sys.stderr, flush=True)
     print(path, flush=True)
     with suppress(PackageNotFoundError):  # the script says which is missing

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from backstage.errors import visible
 from backstage.files import show_path
-from workshop.diff import checked, desk
+from workshop.diff import checked, working_copy
 from workshop.diff.diff import Diff, Edit, Left
 from workshop.diff.page import (
     KEEP_IN_SIGHT,
@@ -47,7 +47,7 @@ def split(diff: Diff) -> tuple[list[Left], list[Left]]:
 
     The next one to make is the first of what is left.
     """
-    right = desk.proven(diff)
+    right = working_copy.proven(diff)
     return sorted((item for item in diff.left if item not in right),
                   key=lambda item: (item.number < diff.at, item.number)), right
 
@@ -182,7 +182,7 @@ def warnings(diff: Diff) -> Iterator[str]:
     """Lines: where the script is not Python, and what was lost from it."""
     if diff.yours.syntax_error:
         yield f"Not Python yet, {diff.yours.syntax_error}"
-    gone = desk.gone(diff) if diff.yours.path == DESK else ()
+    gone = working_copy.gone(diff) if diff.yours.path == DESK else ()
     if gone:
         numbers = " ".join(map(str, gone))
         which = "change" if len(gone) == 1 else "changes"

@@ -25,7 +25,7 @@ from backstage.errors import UserError, require
 from rankcheck.system.errors import read_regular
 from rankcheck.why.start import begin, switch_on
 from workshop.command_line import Parser
-from workshop.diff import desk
+from workshop.diff import working_copy
 from workshop.jobs import interpreter
 from workshop.stages import STAGES, find
 
@@ -191,7 +191,7 @@ def main(args: argparse.Namespace) -> None:
         program = ["-m", "workshop", "doctor", "--ranks", *flags]
     else:
         launcher = find(stage).launcher
-        script, why = desk.choose(stage)
+        script, why = working_copy.choose(stage)
         program = [str(script), *flags]
     command = make_command(place, launcher, program, env)
     archive = interpreter.archive()

@@ -18,7 +18,7 @@ from backstage.errors import require
 from backstage.files import show_path
 from rankcheck.system.errors import read_regular
 from workshop.board import Board
-from workshop.diff import backups, desk, page, render
+from workshop.diff import backups, page, render, working_copy
 from workshop.diff.diff import Diff
 from workshop.html import paragraph
 from workshop.instructor import classroom
@@ -187,7 +187,7 @@ def apply(stage, *numbers):
     require(all(isinstance(number, int) for number in numbers),
             'name changes by their numbers, or "all"')
     require_originals()
-    return how_to_reload(desk.apply, stage, numbers)
+    return how_to_reload(working_copy.apply, stage, numbers)
 
 
 @in_one_line
@@ -198,20 +198,21 @@ def reset(name=""):
     """
     if name:
         require_originals()
-        return how_to_reload(desk.reset, name)
-    return output_of(desk.list_all)
+        return how_to_reload(working_copy.reset, name)
+    return output_of(working_copy.list_all)
 
 
 @in_one_line
 def undo():
     """Go back to the previous version of my script; twice, and it is back."""
-    return how_to_reload(desk.undo)
+    return how_to_reload(working_copy.undo)
 
 
 def how_to_reload(function, *args):
     """What it prints; how to see the new script stands out."""
     text = output_of(function, *args).text
-    return show_text(text.replace(desk.REOPEN, f"**{desk.REOPEN}**"))
+    reopen = working_copy.REOPEN
+    return show_text(text.replace(reopen, f"**{reopen}**"))
 
 
 def drawing(name):
@@ -241,9 +242,10 @@ def doctor():
 @in_one_line
 def journey():
     """What I have done so far, and what comes next."""
-    words, lessons = desk.what_next()
+    words, lessons = working_copy.what_next()
     links = [f'<a href="diff_{name}.ipynb">{name}</a>' for name in lessons]
-    rows = [("lesson", "it makes", "check passed", "runs"), *desk.done()]
+    rows = [("lesson", "it makes", "check passed", "runs"),
+            *working_copy.done()]
     return Shown(page.box(
         paragraph(f"<strong>{page.quote(words)}</strong> "
                   + ", ".join(links))

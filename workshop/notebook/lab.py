@@ -18,7 +18,7 @@ from typing import Any
 from backstage import ROOT
 from backstage.errors import UserError, require
 from workshop.command_line import Parser
-from workshop.diff.desk import what_next
+from workshop.diff.working_copy import what_next
 from workshop.stages import DESK, LESSONS, require_writable
 
 

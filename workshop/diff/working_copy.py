@@ -215,20 +215,20 @@ def choose(stage: str) -> tuple[Path, str]:
     edited since, it is used as well, with a warning, but only while it is
     still nearest to that stage and not on its way to the next one.
     """
-    desk, solution = show_path(DESK), find(stage).solution
+    shown, solution = show_path(DESK), find(stage).solution
     instead = f"script    {show_path(solution)}"
     if stage not in LESSONS:
         return solution, instead
     try:
         script, when = Script(DESK), checked.last_passed(stage)
         if checked.has_passed(stage, script.data):
-            return DESK, f"script    {desk}, which has passed the check"
-        require(when, f"{desk} has never passed the check for {stage}")
+            return DESK, f"script    {shown}, which has passed the check"
+        require(when, f"{shown} has never passed the check for {stage}")
         _, at = nearest(script, read_stages())
-        require(at == stage, f"{desk} is nearer to {at} now")
+        require(at == stage, f"{shown} is nearer to {at} now")
     except UserError as why:
         return solution, f"{instead}, because {why}"
-    return DESK, (f"warning: {desk} was edited after it passed the check, at "
+    return DESK, (f"warning: {shown} was edited after it passed the check, at "
                   f"{when}: is it still right? `python -m workshop check "
                   f"{stage}`")
 
