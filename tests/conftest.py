@@ -79,8 +79,11 @@ def copy_course(clone, *names):
             shutil.copy(ROOT / name, clone / name)
 
 
-def copy_desk(clone, *more, stage="std"):
-    """Copy what the tools work on, with this stage on the desk; the clone."""
+def copy_clone(clone, *more, stage="std"):
+    """Copy what the tools work on, with this stage as the working copy.
+
+    Returns the clone.
+    """
     copy_course(clone, "backstage", "workshop", "solutions", *more)
     (clone / "code").mkdir(exist_ok=True)
     shutil.copy(clone / "solutions" / f"train_gpt2_{stage}.py",

@@ -14,7 +14,7 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import require
 
-DESK = ROOT / "code" / "train_gpt2.py"
+WORKING_COPY = ROOT / "code" / "train_gpt2.py"
 
 
 @dataclass(frozen=True)

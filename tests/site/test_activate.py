@@ -45,7 +45,7 @@ YES = {"WORKSHOP_INSTALL": "yes"}
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory, set_up):
+def clone(tmp_path_factory, set_up):
     """A clone that is set up; a test that changes it puts it back."""
     return set_up(tmp_path_factory.mktemp("desk"))[0]
 
@@ -76,22 +76,22 @@ def plant(venv):
         ["bash"], ["zsh"], ["sh"], ["env", "PATH=.:/usr/bin:/bin"])),
     *(([how, "-c", "source activate.sh"], r"(?s).*start bash or zsh first.*")
       for how in ("fish", "tcsh"))], ids=str)
-def test_only_bash_and_zsh_source_it(desk, words, said):
+def test_only_bash_and_zsh_source_it(clone, words, said):
     needs(words[0])
-    ran = subprocess.run(words, cwd=desk, capture_output=True, text=True)
+    ran = subprocess.run(words, cwd=clone, capture_output=True, text=True)
     assert ran.returncode and re.fullmatch(said, ran.stdout + ran.stderr)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_again_it_changes_nothing_and_leaves_the_shell_as_it_was(
-        desk, shell, tmp_path):
+        clone, shell, tmp_path):
     """By another way to it, without a network."""
-    made = (desk / ".venv/workshop-base").stat().st_mtime_ns
+    made = (clone / ".venv/workshop-base").stat().st_mtime_ns
     link = tmp_path / "another way to it"
-    link.symlink_to(desk)
+    link.symlink_to(clone)
     listing = {"bash": "set -o; compgen -v; compgen -A function",
                "zsh": "setopt; print -l ${(k)parameters} ${(k)functions}"}
-    again = f"source {shlex.quote(str(desk / 'activate.sh'))} >/dev/null\n"
+    again = f"source {shlex.quote(str(clone / 'activate.sh'))} >/dev/null\n"
     out = works(
         link, f"{PACKAGES}; python -c 'import sys; print(sys.prefix)'\n"
         f"{again} echo PATH=$PATH:; echo PYTHONPATH=$PYTHONPATH\n"
@@ -100,13 +100,13 @@ def test_again_it_changes_nothing_and_leaves_the_shell_as_it_was(
         before=f"set -u; {listing[shell]}; echo BEFORE=$PATH",
         shell=shell, **NO_NETWORK,
         # of earlier days, and of a job in which somebody types
-        PYTHONPATH=f"{desk}/rankcheck/why/hook:"
-        f"{desk}/rankcheck/src/rankcheck/system/hook:/else where")
-    assert "installing" not in out and f"{desk}\n{desk / '.venv'}\n" in out
-    assert (desk / ".venv/workshop-base").stat().st_mtime_ns == made
-    bin_ = f"{desk / '.venv/bin'}:"
+        PYTHONPATH=f"{clone}/rankcheck/why/hook:"
+        f"{clone}/rankcheck/src/rankcheck/system/hook:/else where")
+    assert "installing" not in out and f"{clone}\n{clone / '.venv'}\n" in out
+    assert (clone / ".venv/workshop-base").stat().st_mtime_ns == made
+    bin_ = f"{clone / '.venv/bin'}:"
     assert re.search(r"^PYTHONPATH=(.*)", out, re.M)[1] == (
-        f"{desk}:{desk}/rankcheck/src:/else where")
+        f"{clone}:{clone}/rankcheck/src:/else where")
     for name in ("PATH", "INNER"):
         assert re.search(f"^{name}=(.*)", out, re.M)[1].count(bin_) == 1
     before, after = (re.search(f"^{name}=(.*)", out, re.M)
@@ -124,34 +124,35 @@ def test_again_it_changes_nothing_and_leaves_the_shell_as_it_was(
 @pytest.mark.parametrize("before", [
     "CDPATH={}", "cd() { builtin cd \"$@\" && ls; }; ls() { echo mine; }; "
     "export -f cd ls"])  # as in many a .bashrc: every bash gets them
-def test_it_is_found_whatever_cd_does(desk, tmp_path, before):
-    (tmp_path / desk.name).mkdir()
-    out = works(desk, f"source {shlex.quote(desk.name)}/activate.sh\necho $?",
+def test_it_is_found_whatever_cd_does(clone, tmp_path, before):
+    (tmp_path / clone.name).mkdir()
+    out = works(clone,
+                f"source {shlex.quote(clone.name)}/activate.sh\necho $?",
                 before=before.replace("{}", str(tmp_path)))
     assert out.endswith("\n0\n") and "not complete" not in out, out
 
 
-def test_a_module_added_later_is_found(desk):
-    site, again = desk / "site.sh", shlex.quote(str(desk / "activate.sh"))
+def test_a_module_added_later_is_found(clone):
+    site, again = clone / "site.sh", shlex.quote(str(clone / "activate.sh"))
     try:
-        out, _ = source(desk, f"""\
+        out, _ = source(clone, f"""\
             echo 'PATH="/some/module:$PATH"' >{shlex.quote(str(site))}
             source {again}; echo $PATH""")
         assert out.split("\n")[-2].startswith(
-            f"{desk}/.venv/bin:/some/module:")
+            f"{clone}/.venv/bin:/some/module:")
         for text, words in ("false || return\n", "site.sh failed"), (
                 "export SBATCH_ACCOUNT=a\r\n", "dos2unix"):
             site.write_bytes(text.encode())
             for shell in SHELLS:
-                refused(source(desk, shell=shell), words)
+                refused(source(clone, shell=shell), words)
     finally:
         site.unlink()
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize("before", ["", "set -eu"])
-def test_a_site_file_with_options_and_names_of_its_own(desk, shell, before):
-    site = desk / "site.sh"
+def test_a_site_file_with_options_and_names_of_its_own(clone, shell, before):
+    site = clone / "site.sh"
     show = ("echo $-; set -o | grep -E '^(pipefail|noclobber|errexit) '; "
             "printf '%q\\n' \"$IFS\"")
     try:
@@ -159,12 +160,12 @@ def test_a_site_file_with_options_and_names_of_its_own(desk, shell, before):
             "set -euo pipefail\nset -o noclobber\nset +e -e\n"
             "root=/oops code=/oops venv=/oops entries=/oops option=/oops\n"
             "IFS=:\n")
-        out = works(desk, f"{show}; {PACKAGES}", shell=shell,
+        out = works(clone, f"{show}; {PACKAGES}", shell=shell,
                     before=f"{before}\n{show} || true; echo then")
     finally:
         site.unlink()
     options = out.partition("then\n")[0]
-    assert out.endswith(f"{desk}\n") and f"status=0\n{options}" in out, out
+    assert out.endswith(f"{clone}\n") and f"status=0\n{options}" in out, out
 
 
 OLD = "#!/bin/sh\nexit 1\n"
@@ -690,11 +691,11 @@ def test_a_disk_that_can_only_be_read(tmp_path, mount):
     refused(source(repo, **YES), "not writable")
 
 
-def test_a_shared_environment_of_another(desk, tmp_path):
+def test_a_shared_environment_of_another(clone, tmp_path):
     """It is used as it is."""
     if os.getuid():
         pytest.skip("only root can give a folder to somebody else")
-    repo, shared = tiny_clone(tmp_path), desk / ".venv"
+    repo, shared = tiny_clone(tmp_path), clone / ".venv"
     named(repo, shared)
     with open(repo / "site.sh", "a") as site:
         site.write("export WORKSHOP_DATA=/some/data\n")

@@ -419,19 +419,19 @@ def test_from_inside_another_job(slurm):
     wait_for(lambda: not slurm.processes(job))
 
 
-def test_the_script_on_the_desk(slurm):
+def test_a_job_runs_the_working_copy(slurm):
     """It passed the check, and is edited since; bad input ends the job."""
-    desk = slurm.repo / "code" / "train_gpt2.py"
-    with slurm.counting("lit"), holding(desk, f"{COUNTS}# mine\n"):
+    script = slurm.repo / "code" / "train_gpt2.py"
+    with slurm.counting("lit"), holding(script, f"{COUNTS}# mine\n"):
         slurm(sys.executable, "-c",
               "import sys; from workshop.diff import checked\n"
               "checked.record('lit', sys.argv[1].encode())", COUNTS,
               PYTHONPATH=str(slurm.repo))
         job = slurm.submit("lit-1n1g", "--max-steps", 0)
         end = slurm.wait(job)
-    desk.with_name(".checked.json").unlink()
+    script.with_name(".checked.json").unlink()
     log = slurm.log(job)
-    assert f"{desk.name} --run-dir" in log and log.startswith("warning: ")
+    assert f"{script.name} --run-dir" in log and log.startswith("warning: ")
     assert log.count("nothing to do: check --max-steps") == 1
     assert end["JobState"] == "FAILED" and end["Restarts"] == "0", log
 

@@ -16,7 +16,7 @@ from backstage import ROOT
 pytestmark = pytest.mark.whole
 
 LESSON = "notebooks/diff_ddp.ipynb"
-DESK = "code/train_gpt2.py"
+WORKING_COPY = "code/train_gpt2.py"
 JOB = "batchfiles/job.sh"
 BEFORE_THE_MOVE = "0dc12e8f"  # rankcheck had no src/, workshop no diff/
 WHO = {f"GIT_{who}_{what}": "a" for who in ("AUTHOR", "COMMITTER")
@@ -27,7 +27,7 @@ WHO = {f"GIT_{who}_{what}": "a" for who in ("AUTHOR", "COMMITTER")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     copy_course(folder, "backstage", "workshop", "solutions", "batchfiles",
-                LESSON, ".gitignore", DESK)
+                LESSON, ".gitignore", WORKING_COPY)
     git(folder, "init", "-q", "-b", "main")
     commit(folder)
     return folder
@@ -81,14 +81,14 @@ def copied(clone, name):
 def test_edits_are_copied_and_those_that_do_not_conflict_stay(course, clone):
     other, gone = "batchfiles/batch-doctor.sh", "batchfiles/torchrun.sh"
     (course / gone).unlink()
-    renew(course, JOB, DESK, LESSON, "batchfiles/README.md")
-    append(clone, "# mine\n", JOB, DESK, other, gone)
+    renew(course, JOB, WORKING_COPY, LESSON, "batchfiles/README.md")
+    append(clone, "# mine\n", JOB, WORKING_COPY, other, gone)
     (clone / "mine.txt").write_text("mine")
     said = update(clone)
-    same(clone, course, DESK, other)
-    for name in DESK, other, gone:
+    same(clone, course, WORKING_COPY, other)
+    for name in WORKING_COPY, other, gone:
         assert (clone / name).read_text().endswith("# mine\n")
-    for name in JOB, DESK, other, gone:
+    for name in JOB, WORKING_COPY, other, gone:
         assert copied(clone, name).endswith("# mine\n")
     assert "# mine" in git(clone, "stash", "show", "-p")
     assert copied(clone, LESSON) + "# new\n" == (clone / LESSON).read_text()
@@ -96,7 +96,7 @@ def test_edits_are_copied_and_those_that_do_not_conflict_stay(course, clone):
     assert conflict.startswith(f"{JOB}: the course's is there, yours "
                                "in code/backups/update-")
     assert git(clone, "status", "--short") == (
-        f"M  {other}\n M {DESK}\n?? {gone}\n?? mine.txt\n")
+        f"M  {other}\n M {WORKING_COPY}\n?? {gone}\n?? mine.txt\n")
     assert "origin/main" in said and "source activate.sh" in said
     assert "nothing new" in update(clone)
 
@@ -107,7 +107,7 @@ def test_a_notebooks_outputs_stay(course, clone):
     (clone / ".git/info/attributes").write_text("*.ipynb filter=strip\n")
     git(clone, "config", "filter.strip.clean", "sed /^ran/d")
     append(clone, "ran\n", LESSON)
-    append(clone, "# mine\n", DESK, JOB)
+    append(clone, "# mine\n", WORKING_COPY, JOB)
     was = (clone / LESSON).read_text()
     renew(course, "workshop/instructor/update.py")
     update(clone)
@@ -162,9 +162,9 @@ def test_a_clone_goes_on_after_modules_have_moved(tmp_path, data):
     old_shell = {"PYTHONPATH": str(clone), "WORKSHOP_DATA": str(data)}
 
     workshop(clone, "apply", "ddp", "--all", **old_shell)
-    append(clone, "# mine\n", DESK, JOB)
-    script = (clone / DESK).read_text()
-    run = [DESK, "--preset", "tiny", "--device", "cpu", "--data", data,
+    append(clone, "# mine\n", WORKING_COPY, JOB)
+    script = (clone / WORKING_COPY).read_text()
+    run = [WORKING_COPY, "--preset", "tiny", "--device", "cpu", "--data", data,
            "--run-dir", "runs/mine", "--checkpoint-every", "1"]
     trained = python(clone, *run, "--max-steps", "2", **old_shell)
     assert trained.returncode == 0, trained.stderr
@@ -173,7 +173,7 @@ def test_a_clone_goes_on_after_modules_have_moved(tmp_path, data):
     git(course, "checkout", "-q", "-B", "main", newest)
     said = update(clone, **old_shell)
     assert git(clone, "rev-parse", "HEAD").strip() == newest, said
-    assert (clone / DESK).read_text() == script
+    assert (clone / WORKING_COPY).read_text() == script
     assert (clone / JOB).read_text().endswith("# mine\n")
     assert "what this cell has printed" in copied(
         clone, "notebooks/diff_lit.ipynb")
@@ -207,18 +207,18 @@ def test_what_git_does_not_put_back_is_said(course, clone):
 
 
 def test_what_was_staged_is_copied(course, clone):
-    renew(course, JOB, DESK)
-    append(clone, "# staged\n", JOB, DESK)
+    renew(course, JOB, WORKING_COPY)
+    append(clone, "# staged\n", JOB, WORKING_COPY)
     (clone / "mine.txt").write_text("mine")
     (clone / "batchfiles" / "README.md").unlink()
     git(clone, "add", "-A")
-    append(clone, "# and more\n", JOB, DESK)
+    append(clone, "# and more\n", JOB, WORKING_COPY)
     update(clone)
-    same(clone, course, DESK, "batchfiles/README.md")
-    for name in JOB, DESK:
+    same(clone, course, WORKING_COPY, "batchfiles/README.md")
+    for name in JOB, WORKING_COPY:
         assert copied(clone, f"staged/{name}").endswith("# staged\n")
         assert copied(clone, name).endswith("# staged\n# and more\n")
-    assert (clone / DESK).read_text() == copied(clone, DESK)
+    assert (clone / WORKING_COPY).read_text() == copied(clone, WORKING_COPY)
     assert (clone / "mine.txt").read_text() == "mine"
     assert not (clone / "batchfiles" / "README.md").exists()
 
@@ -226,24 +226,24 @@ def test_what_was_staged_is_copied(course, clone):
 def test_commits_of_ones_own_are_merged_or_nothing_changes(course, clone):
     append(clone, "# mine\n", JOB)
     commit(clone)
-    append(clone, "# mine\n", DESK)
-    renew(course, DESK)
+    append(clone, "# mine\n", WORKING_COPY)
+    renew(course, WORKING_COPY)
     update(clone, **WHO)
-    same(clone, course, DESK, JOB)
+    same(clone, course, WORKING_COPY, JOB)
     renew(course, JOB)
     before = git(clone, "rev-parse", "HEAD")
     assert "your commits change what" in update(clone, status=1, **WHO)
     assert git(clone, "rev-parse", "HEAD") == before
-    assert git(clone, "status", "--short") == f" M {DESK}\n"
-    for name in JOB, DESK:
+    assert git(clone, "status", "--short") == f" M {WORKING_COPY}\n"
+    for name in JOB, WORKING_COPY:
         assert (clone / name).read_text().endswith("# mine\n")
 
 
 @pytest.mark.parametrize("name", ["KILL", "HUP", "INT"])
 def test_a_killed_update_leaves_a_copy_of_the_script(name, course, clone):
     """And is not ended halfway where a terminal closes, or by Ctrl-C."""
-    renew(course, DESK)
-    append(clone, "# mine\n", DESK)
+    renew(course, WORKING_COPY)
+    append(clone, "# mine\n", WORKING_COPY)
     programs = clone / "programs"
     programs.mkdir()
     # ends the update where it asks for the merge
@@ -252,8 +252,10 @@ case "$*" in *--autostash*) kill -{name} $PPID $$ || exit;; esac
 exec /usr/bin/git "$@"
 """)
     python(clone, "-m", "workshop", "update", PATH=f"{programs}:/usr/bin:/bin")
-    assert copied(clone, DESK).endswith("# mine\n")
-    assert name == "KILL" or (clone / DESK).read_text() == copied(clone, DESK)
+    assert copied(clone, WORKING_COPY).endswith("# mine\n")
+    if name != "KILL":
+        text = (clone / WORKING_COPY).read_text()
+        assert text == copied(clone, WORKING_COPY)
 
 
 KILLED_GIT = """#!/bin/sh
@@ -271,9 +273,9 @@ exec /usr/bin/git "$@"
 def test_the_next_update_gives_back_what_a_killed_one_moved_away(
         words, when, later, course, clone):
     """The script is the attendee's again, or, if edited since, a backup."""
-    renew(course, DESK, JOB)
-    append(clone, "# mine\n", DESK)
-    mine = (clone / DESK).read_text()
+    renew(course, WORKING_COPY, JOB)
+    append(clone, "# mine\n", WORKING_COPY)
+    mine = (clone / WORKING_COPY).read_text()
     programs = clone / "programs"
     programs.mkdir()
     program(programs / "git", KILLED_GIT.format(words=words, when=when))
@@ -281,13 +283,13 @@ def test_the_next_update_gives_back_what_a_killed_one_moved_away(
                     PATH=f"{programs}:/usr/bin:/bin")
     assert killed.returncode == -9
     if later == "an edit":
-        (clone / DESK).write_text("# of today\n")
+        (clone / WORKING_COPY).write_text("# of today\n")
     said = update(clone)
     assert "an earlier update was killed" in said
     if later == "nothing":
-        assert (clone / DESK).read_text() == mine
+        assert (clone / WORKING_COPY).read_text() == mine
     else:
-        assert (clone / DESK).read_text() == "# of today\n"
+        assert (clone / WORKING_COPY).read_text() == "# of today\n"
         backup, = (clone / "code" / "backups").glob("2*.py")
         assert backup.read_text() == mine and backup.name in said
     assert not (clone / "code" / "backups" / "aside").exists()
@@ -296,8 +298,8 @@ def test_the_next_update_gives_back_what_a_killed_one_moved_away(
 
 
 def test_the_script_is_given_back_where_a_conflict_is_left(course, clone):
-    renew(course, DESK, JOB)
-    append(clone, "# mine\n", DESK, JOB)
+    renew(course, WORKING_COPY, JOB)
+    append(clone, "# mine\n", WORKING_COPY, JOB)
     programs = clone / "programs"
     programs.mkdir()
     program(programs / "git", KILLED_GIT.format(words="merge -q",
@@ -307,13 +309,13 @@ def test_the_script_is_given_back_where_a_conflict_is_left(course, clone):
     end = python(clone, "-m", "workshop", "update", PATH="/usr/bin:/bin")
     assert end.returncode == 1 and "a merge is not finished" in end.stderr
     assert "is there again" in end.stdout
-    assert (clone / DESK).read_text().endswith("# mine\n")
+    assert (clone / WORKING_COPY).read_text().endswith("# mine\n")
 
 
 def test_edits_that_git_had_put_away_are_in_the_stash(course, clone):
     """Where a machine is lost in the middle of the merge."""
-    renew(course, DESK, "batchfiles/README.md")
-    append(clone, "# mine\n", DESK, JOB)
+    renew(course, WORKING_COPY, "batchfiles/README.md")
+    append(clone, "# mine\n", WORKING_COPY, JOB)
     programs = clone / "programs"
     programs.mkdir()
     program(programs / "git", KILLED_GIT.format(words="merge -q",
@@ -327,20 +329,22 @@ def test_edits_that_git_had_put_away_are_in_the_stash(course, clone):
     assert "an earlier merge was killed" in said and "git stash list" in said
     assert "# mine" in git(clone, "stash", "show", "-p")
     assert copied(clone, JOB).endswith("# mine\n")
-    assert (clone / DESK).read_text().endswith("# mine\n")
+    assert (clone / WORKING_COPY).read_text().endswith("# mine\n")
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link])
 def test_a_script_that_is_a_link_stays_one(course, clone, tmp_path, link):
-    renew(course, DESK)
+    renew(course, WORKING_COPY)
     mine = tmp_path / "mine.py"
-    (clone / DESK).rename(mine)
+    (clone / WORKING_COPY).rename(mine)
     append(tmp_path, "# mine\n", "mine.py")
-    link(os.path.relpath(mine, (clone / DESK).parent) if link is os.symlink
-         else mine, clone / DESK)
+    target = mine
+    if link is os.symlink:
+        target = os.path.relpath(mine, (clone / WORKING_COPY).parent)
+    link(target, clone / WORKING_COPY)
     update(clone)
-    assert (clone / DESK).samefile(mine)
-    assert copied(clone, DESK) == mine.read_text()
+    assert (clone / WORKING_COPY).samefile(mine)
+    assert copied(clone, WORKING_COPY) == mine.read_text()
     assert mine.read_text().endswith("# mine\n")
 
 
@@ -467,41 +471,41 @@ def test_the_owner_that_git_doubts_is_said(clone):
 
 
 def test_if_git_fails_the_script_is_there(course, clone):
-    renew(course, DESK, JOB)
-    append(clone, "# mine\n", DESK, JOB)
+    renew(course, WORKING_COPY, JOB)
+    append(clone, "# mine\n", WORKING_COPY, JOB)
     (clone / ".git" / "index.lock").touch()  # another git is at work
     assert "index.lock" in update(clone, status=1)
-    for name in DESK, JOB:
+    for name in WORKING_COPY, JOB:
         assert (clone / name).read_text().endswith("# mine\n")
 
 
 def test_a_hook_that_fails_does_not_end_it(course, clone):
     """As one of a template for all of somebody's clones."""
-    renew(course, DESK)
-    append(clone, "# mine\n", DESK)
+    renew(course, WORKING_COPY)
+    append(clone, "# mine\n", WORKING_COPY)
     for name in "post-checkout", "post-merge", "reference-transaction":
         program(clone / ".git" / "hooks" / name, "#!/bin/sh\nexit 1\n")
     update(clone)
-    same(clone, course, DESK)
-    assert (clone / DESK).read_text().endswith("# mine\n")
+    same(clone, course, WORKING_COPY)
+    assert (clone / WORKING_COPY).read_text().endswith("# mine\n")
 
 
 def test_a_merge_goes_on_where_it_was(course, clone):
     """Without a conflict, too: git would forget what is being merged."""
     renew(course, JOB)
     git(clone, "switch", "-q", "-c", "side")
-    append(clone, "# mine\n", DESK)
+    append(clone, "# mine\n", WORKING_COPY)
     commit(clone)
     git(clone, "switch", "-q", "main")
     git(clone, "merge", "-q", "--no-commit", "--no-ff", "side")
     assert "a merge is not finished" in update(clone, status=1)
     git(clone, "commit", "-q", "-m", "merged")
-    assert "# mine" in git(clone, "show", "HEAD^2:" + DESK)
+    assert "# mine" in git(clone, "show", "HEAD^2:" + WORKING_COPY)
 
 
 def test_without_edits_it_is_the_new_one_and_what_fails_is_one_line(
         course, clone, tmp_path):
-    renew(course, DESK)
+    renew(course, WORKING_COPY)
     said = update(clone)
     same(clone, course)
     assert git(clone, "status", "--short") == ""

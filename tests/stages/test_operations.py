@@ -288,12 +288,12 @@ def test_the_working_copy(linked, tmp_path, monkeypatch):
         script.write_bytes(OLD)
         if linked:
             os.link(script, folder / "mine.py")
-        monkeypatch.setattr(backups, "DESK", script)
+        monkeypatch.setattr(backups, "WORKING_COPY", script)
         monkeypatch.setattr(backups, "FOLDER", script.parent / "backups")
 
         def replace():
-            with backups.locked_desk():
-                backups.replace_desk(NEW, OLD)
+            with backups.lock_working_copy():
+                backups.replace_working_copy(NEW, OLD)
 
         return replace
 
@@ -335,9 +335,9 @@ COMMANDS = {
 
 
 @pytest.fixture
-def use_desk(monkeypatch):
+def use_working_copy(monkeypatch):
     """A function: a folder has the working copy, and earlier ones."""
-    def use_desk(folder: Path, data: bytes) -> Path:
+    def use_working_copy(folder: Path, data: bytes) -> Path:
         script = folder / "code" / "train_gpt2.py"
         kept = script.parent / "backups"
         kept.mkdir(parents=True)
@@ -346,12 +346,12 @@ def use_desk(monkeypatch):
         (kept / "20251231-000000-2.py").write_bytes(OLDER)
         (kept / "20251231-000001-3.py").write_bytes(EARLIER)
         for module in backups, working_copy:
-            monkeypatch.setattr(module, "DESK", script)
+            monkeypatch.setattr(module, "WORKING_COPY", script)
         monkeypatch.setattr(backups, "FOLDER", kept)
         monkeypatch.setattr(Diff.__init__, "__defaults__", (script, None))
         return script
 
-    return use_desk
+    return use_working_copy
 
 
 def kept_in(script: Path) -> dict[str, bytes]:
@@ -361,12 +361,12 @@ def kept_in(script: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_apply_reset_and_undo(name, tmp_path, use_desk):
+def test_apply_reset_and_undo(name, tmp_path, use_working_copy):
     command = COMMANDS[name]
     Diff("ddp", data=STD)  # it reads the lesson once
 
     def prepare(folder):
-        use_desk(folder, command.before)
+        use_working_copy(folder, command.before)
         return command.type
 
     def judge(folder, end):
@@ -393,10 +393,10 @@ def test_apply_reset_and_undo(name, tmp_path, use_desk):
     assert try_all(tmp_path, prepare, judge) > 15
 
 
-def test_what_has_passed_the_check(tmp_path, use_desk, monkeypatch):
+def test_what_has_passed_the_check(tmp_path, use_working_copy, monkeypatch):
     """The record of other stages stays, or a warning says which is lost."""
     def prepare(folder):
-        script = use_desk(folder, STD)
+        script = use_working_copy(folder, STD)
         monkeypatch.setattr(checked, "RECORD", script.parent / ".checked.json")
         checked.record("mpi", OLD)
         return lambda: checked.record("ddp", NEW)

@@ -34,7 +34,7 @@ def clone(tmp_path_factory):
     return clone
 
 
-def test_a_new_stage_has_a_lesson_and_can_be_put_on_the_desk(clone):
+def test_a_new_stage_has_a_lesson_and_can_be_the_working_copy(clone):
     N = len(documents.load("ddp"))
     workshop(clone, "reset", "std")
     assert f"{N - 1} of {N} changes left" in workshop(

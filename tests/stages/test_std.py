@@ -43,13 +43,13 @@ from rankcheck.record import recorder as watched
 CONFIG = replace(std.MODELS["tiny"], vocab_size=257)
 
 
-def test_desk_starts_as_the_single_device_stage():
-    desk = ROOT / "code" / "train_gpt2.py"
+def test_the_working_copy_starts_as_the_single_device_stage():
+    script = ROOT / "code" / "train_gpt2.py"
     committed = subprocess.run(
         ["git", "show", "HEAD:code/train_gpt2.py"], cwd=ROOT,
         capture_output=True)
     text = committed.stdout if committed.returncode == 0 else (
-        desk.read_bytes())
+        script.read_bytes())
     assert text == (ROOT / "solutions/train_gpt2_std.py").read_bytes()
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import copy_desk, edit, python, workshop
+from conftest import copy_clone, edit, python, workshop
 
 from backstage import ROOT
 from rankcheck_testing.planted import load
@@ -23,7 +23,7 @@ BACKUP = r"20\d{6}-\d{6}-\d+(\.apply-ddp(-\d+)+)?\.py"
 
 @pytest.fixture
 def repo(tmp_path):
-    return copy_desk(tmp_path)
+    return copy_clone(tmp_path)
 
 
 def script(repo):
@@ -138,7 +138,7 @@ def on_sync(call, moment, then):
         import os, pathlib
         from backstage.errors import run_main
         from workshop.diff import working_copy
-        script, sync, times = working_copy.DESK, os.fsync, []
+        script, sync, times = working_copy.WORKING_COPY, os.fsync, []
 
         def fsync(file):
             times.append(file)

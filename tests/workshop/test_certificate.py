@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from conftest import copy_course, copy_desk, python, workshop
+from conftest import copy_clone, copy_course, python, workshop
 
 from workshop.stages import find
 
@@ -19,7 +19,7 @@ RECORD = {
 
 @pytest.fixture
 def clone(tmp_path):
-    clone = copy_desk(tmp_path / "clone", "example-logs", "fineweb")
+    clone = copy_clone(tmp_path / "clone", "example-logs", "fineweb")
     copy_course(clone, *(f"code/{name}.py" for name in (
         "generate", "trained")))
     (clone / "code" / ".checked.json").write_text(json.dumps(RECORD))

@@ -19,19 +19,20 @@ STYLE = edit(DDP, ('local_rank = int(os.environ["LOCAL_RANK"])',
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
-    """The script on a desk of its own, which is empty."""
+    """A working copy of its own, which is empty."""
     file = tmp_path / "code" / "train_gpt2.py"
     file.parent.mkdir()
-    monkeypatch.setattr(working_copy, "DESK", file)
-    monkeypatch.setattr(render, "DESK", file)
-    monkeypatch.setattr(render, "link", str)  # DESK is in the repository
+    monkeypatch.setattr(working_copy, "WORKING_COPY", file)
+    monkeypatch.setattr(render, "WORKING_COPY", file)
+    # WORKING_COPY is in the repository
+    monkeypatch.setattr(render, "link", str)
     monkeypatch.setattr(render, "link_lines", str)
     monkeypatch.setattr(checked, "RECORD", file.with_name(".checked.json"))
     return file
 
 
 def passes(script, text, stage="ddp"):
-    """Put the script on the desk, and let it have passed the check."""
+    """Make the script the working copy, and let it have passed the check."""
     script.write_text(text)
     checked.record(stage, script.read_bytes())
 

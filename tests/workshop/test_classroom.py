@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 from cluster import wait_for
-from conftest import all_processes, copy_desk, program, python, workshop
+from conftest import all_processes, copy_clone, program, python, workshop
 
 from backstage import ROOT
 from workshop.instructor import classroom
@@ -29,7 +29,7 @@ def write(folder, name, *lines):
 
 
 def test_a_line_for_those_who_take_part(tmp_path):
-    shared, mine = tmp_path / "class", copy_desk(tmp_path / "mine")
+    shared, mine = tmp_path / "class", copy_clone(tmp_path / "mine")
     shared.mkdir()
     diff = ("-m", "workshop", "diff", "ddp")
     without = python(mine, *diff, WORKSHOP_CLASS="")

@@ -5,7 +5,7 @@ import random
 import re
 
 import pytest
-from conftest import copy_course, copy_desk, edit, python, workshop
+from conftest import copy_clone, copy_course, edit, python, workshop
 
 from backstage.errors import UserError
 from slides import text as slides
@@ -304,7 +304,7 @@ def test_the_next_change_is_the_one_that_was_touched_last(look):
 @pytest.mark.whole
 def test_an_instructor_asks_for_hints_in_one_place(tmp_path):
     """site.sh: a notebook's cell reads it, a shell has it from activate.sh."""
-    copy_desk(tmp_path)
+    copy_clone(tmp_path)
     (tmp_path / "site.sh").write_text("export WORKSHOP_HINTS=yes\n")
     cells = python(
         tmp_path, "-c", "from workshop.notebook.cells import diff\n"

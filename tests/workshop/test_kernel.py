@@ -15,7 +15,7 @@ import time
 
 import pytest
 from cluster import wait_for
-from conftest import copy_desk
+from conftest import copy_clone
 
 from backstage import ROOT
 from notebooks import course_messages
@@ -88,7 +88,7 @@ def number():
 @pytest.fixture
 def repo(tmp_path):
     """A copy of the course, with more cells."""
-    repo = copy_desk(tmp_path / "repo", "notebooks")
+    repo = copy_clone(tmp_path / "repo", "notebooks")
     with open(repo / "workshop" / "notebook" / "cells.py", "a") as file:
         file.write(MORE_CELLS)
     return repo

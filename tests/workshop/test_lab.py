@@ -14,8 +14,8 @@ from cluster import FLAGS, wait_for
 from conftest import (
     ENVIRONMENT,
     commit_all,
+    copy_clone,
     copy_course,
-    copy_desk,
     git,
     python,
     read_book,
@@ -40,8 +40,8 @@ TYPO = ("loss = training_step(model, batch, device, hp.precision)",
 
 @pytest.fixture
 def repo(tmp_path):
-    """A copy of the repository, with std on the desk."""
-    repo = copy_desk(tmp_path / "repo", "notebooks")
+    """A copy of the repository, with std as the working copy."""
+    repo = copy_clone(tmp_path / "repo", "notebooks")
     (repo / "site.sh").write_text(f"WORKSHOP_VENV={sys.prefix}\n")
     return repo
 
@@ -92,8 +92,8 @@ def test_what_is_written_fits_half_a_page(page):
 def passes(repo):
     """As if the script had passed the check for ddp."""
     python(repo, "-c", "from workshop.diff.checked import record\n"
-           "from workshop.stages import DESK\n"
-           "record('ddp', DESK.read_bytes())")
+           "from workshop.stages import WORKING_COPY\n"
+           "record('ddp', WORKING_COPY.read_bytes())")
 
 
 @pytest.fixture

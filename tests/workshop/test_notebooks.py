@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cluster import wait_for
-from conftest import calls, copy_desk, needs, program, python, read_book
+from conftest import calls, copy_clone, needs, program, python, read_book
 from huggingface import export_run
 from lab import Lesson
 
@@ -41,7 +41,7 @@ TAUGHT = [stage for stage in LESSONS if (  # in a notebook
 
 @pytest.fixture
 def repo(tmp_path):
-    return copy_desk(tmp_path, "notebooks", stage="ddp")
+    return copy_clone(tmp_path, "notebooks", stage="ddp")
 
 
 def code_of(name):
@@ -285,7 +285,7 @@ def test_cells_make_changes_and_take_them_back(repo):
 def test_where_one_is(tmp_path, monkeypatch, snapshot):
     """Each state of the script, what has passed a check, and the runs."""
     script = tmp_path / "train_gpt2.py"
-    monkeypatch.setattr(working_copy, "DESK", script)
+    monkeypatch.setattr(working_copy, "WORKING_COPY", script)
     monkeypatch.setattr(checked, "RECORD", tmp_path / "checked.json")
     monkeypatch.setattr(working_copy.runs, "RUNS", ROOT / "example-logs")
 
@@ -353,8 +353,8 @@ def executed(execute, single, tmp_path_factory):
     """
     from nbformat.v4 import new_code_cell, new_output
 
-    repo = copy_desk(tmp_path_factory.mktemp("ready"), "notebooks",
-                     "example-logs", "code", stage="mpi")
+    repo = copy_clone(tmp_path_factory.mktemp("ready"), "notebooks",
+                      "example-logs", "code", stage="mpi")
     (repo / "site.sh").write_text(f"WORKSHOP_VENV={sys.prefix}\n")
     (repo / "fineweb").mkdir()
     (repo / "fineweb" / "demo").symlink_to(ROOT / "fineweb" / "demo")

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from conftest import commit_all, copy_desk, git, python, workshop
+from conftest import commit_all, copy_clone, git, python, workshop
 
 from backstage import ROOT
 
@@ -14,7 +14,7 @@ COMMANDS = [("diff", "ddp"), ("apply", "ddp", "5"), ("reset", "ddp"),
 
 @pytest.fixture
 def clone(tmp_path):
-    repo = copy_desk(tmp_path / "clone", ".gitignore")
+    repo = copy_clone(tmp_path / "clone", ".gitignore")
     git(repo, "init", "-q")
     commit_all(repo)
     return repo

@@ -92,16 +92,16 @@ def test_every_session_ends_with_lightning_of_ones_own():
     plan = slides.read_plan()
     assert all({*slides.LENGTHS} <= plan[name].minutes.keys() for name in (
         "diff_lit", "diff_lit end"))
-    desk = Diff("lit", STAGES["ddp"].solution).apply([1, 3, 2]).splitlines()
+    script = Diff("lit", STAGES["ddp"].solution).apply([1, 3, 2]).splitlines()
     new = STAGES["lit"].solution.read_text().splitlines()
-    begin, end = (next(i for i, line in enumerate(desk) if words in line)
+    begin, end = (next(i for i, line in enumerate(script) if words in line)
                   for words in ("raw_model = GPT(", "dist.destroy_process"))
     typing = new[next(i for i, line in enumerate(new) if "model = GPT(" in
                       line):next(i for i, line in enumerate(new)
                                  if "gradient_clip_val=1.0" in line) + 1]
     typing[-1] = typing[-1].rstrip(",") + ")"
-    desk[begin:end + 1] = typing
-    mine = Diff("lit", data="\n".join(desk).encode())
+    script[begin:end + 1] = typing
+    mine = Diff("lit", data="\n".join(script).encode())
     assert not mine.yours.syntax_error
     made = Diff("lit", data=mine.apply(
         item.number for item in mine.left).encode())

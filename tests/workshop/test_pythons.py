@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import copy_desk, find_python, git
+from conftest import copy_clone, find_python, git
 
 from backstage import ROOT
 from workshop import SOURCES
@@ -182,7 +182,7 @@ def test_a_cell_in_a_python_3_9_without_packages(old_python, tmp_path):
     """Where IPython is missing, too, it prints."""
     code = ("import lesson\nprint(lesson.cadence(), lesson.bills('x'))\n"
             "print(lesson.diff.__doc__)")
-    repo = copy_desk(tmp_path, "notebooks")
+    repo = copy_clone(tmp_path, "notebooks")
     end = run(old_python, "-S", "-c", code, folder=repo / "notebooks",
               VIRTUAL_ENV=sys.prefix)
     assert end.stdout.startswith(
@@ -260,6 +260,6 @@ def test_what_needs_a_package_says_so_in_a_line(words):
 def test_no_command_ends_in_a_traceback(words, tmp_path):
     end = subprocess.run(
         [oldest_python(), "-S", "-m", "workshop", *words.split()],
-        cwd=copy_desk(tmp_path), capture_output=True, text=True)
+        cwd=copy_clone(tmp_path), capture_output=True, text=True)
     assert end.stdout or re.fullmatch("error: [^\n]+\n", end.stderr)
     assert "Traceback" not in end.stderr and "mpirun does" not in end.stdout

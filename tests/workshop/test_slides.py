@@ -144,16 +144,16 @@ def test_a_command_has_a_script_and_its_flags(data, monkeypatch):
 
 @pytest.mark.parametrize("name", DECKS)
 def test_several_processes_start_a_script_that_can(name):
-    """The desk's is std until a slide resets, or checks, another stage."""
-    desk = "std"
+    """The working copy is std until a slide resets or checks another."""
+    working_copy = "std"
     for command in commands(name):
         stage = re.match(r"python -m workshop (?:reset|check) (\w+)$", command)
-        desk = stage[1] if stage else desk
+        working_copy = stage[1] if stage else working_copy
         if re.match("torchrun|mpirun|srun", command) and (
                 "code/train_gpt2.py" in command):
             by_mpi = re.match(r"mpirun -n \d python code", command)
-            assert desk not in ("std", "kernels"), command
-            assert (desk == "mpi") == bool(by_mpi), command
+            assert working_copy not in ("std", "kernels"), command
+            assert (working_copy == "mpi") == bool(by_mpi), command
 
 
 # ------------------------------------------------------ links and references

@@ -1,4 +1,4 @@
-"""python -m workshop check: the script on the desk, against one device."""
+"""python -m workshop check: the working copy, against one device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workshop.diff.render import advice
 from workshop.instructor import classroom
 from workshop.jobs.mpirun import require_mpirun
 from workshop.jobs.originals import require_originals
-from workshop.stages import DESK, LESSONS, STAGES, modules_of
+from workshop.stages import LESSONS, STAGES, WORKING_COPY, modules_of
 
 ChangeNumber = int | Literal["next"]  # next: the first that is left
 
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     return report.status
 
 
-def check(stage: str, script: str | Path = DESK, verbose: bool = False,
+def check(stage: str, script: str | Path = WORKING_COPY, verbose: bool = False,
           events: bool = False, change: ChangeNumber | None = None) -> Report:
     """Check a script, and print what is found as it is found.
 

@@ -1,6 +1,6 @@
-"""A script, read; and the desk's: locked, replaced, and backed up before.
+"""A script, read; and the working copy: locked, replaced, and backed up.
 
-What was in the desk's script is kept in code/backups/, under a date and a
+What was in the working copy is kept in code/backups/, under a date and a
 running number: 20261231-235959-7.py. The number alone gives the order, since
 clocks are set back and time zones differ. What came after a backup stands in
 its name, too, if that was `apply`: 20261231-235959-7.apply-ddp-1-2.py.
@@ -25,9 +25,9 @@ from backstage.files import (
     write_atomically,
 )
 from rankcheck.system.errors import read_regular
-from workshop.stages import DESK, FIRST, STAGES, require_writable
+from workshop.stages import FIRST, STAGES, WORKING_COPY, require_writable
 
-FOLDER = DESK.with_name("backups")
+FOLDER = WORKING_COPY.with_name("backups")
 LARGEST = 500_000  # bytes of a script: comparing more takes minutes
 
 
@@ -51,7 +51,7 @@ def read_script(path: StrPath, most: int = LARGEST) -> bytes:
     return data
 
 
-# --------------------------------------------------------- the desk's script
+# --------------------------------------------------------- the working copy
 
 
 # What a copied line of a diff begins with, in git's or the lesson's own form.
@@ -73,7 +73,7 @@ def explain(error: SyntaxError, lines: list[str]) -> str:
 
 
 @contextmanager
-def locked_desk() -> Iterator[None]:
+def lock_working_copy() -> Iterator[None]:
     """Let only one process at a time read the script and replace it.
 
     None is locked where the file system has no locks, or is only read.
@@ -86,25 +86,26 @@ def locked_desk() -> Iterator[None]:
         yield
 
 
-def replace_desk(data: bytes, before: bytes | None,
-                 what: str = "") -> Path | None:
-    """Write the desk's script, whole or not at all; returns the backup.
+def replace_working_copy(data: bytes, before: bytes | None,
+                         what: str = "") -> Path | None:
+    """Write the working copy, whole or not at all; returns the backup.
 
     before: the bytes that are there, as far as the caller knows, or None if
     it is not. what: follows the backup, for its name. Raises `UserError` if
     there is no room for both, or if an editor has saved the script meanwhile:
     then it stays as it is.
     """
-    target = Path(os.path.realpath(DESK))  # a link stays one
+    target = Path(os.path.realpath(WORKING_COPY))  # a link stays one
+    name = show_path(WORKING_COPY)
     for stage in STAGES.values():
         require(not (target.exists() and stage.solution.exists()
                      and target.samefile(stage.solution)),
-                f"{show_path(DESK)} is a link to {show_path(stage.solution)},"
-                f" which is to stay: `rm {show_path(DESK)}`, then `python -m "
+                f"{name} is a link to {show_path(stage.solution)},"
+                f" which is to stay: `rm {name}`, then `python -m "
                 f"workshop reset {stage.name}`")
 
     def require_the_same(found: bytes | None) -> None:
-        require(found == before, f"{show_path(DESK)} was saved meanwhile and "
+        require(found == before, f"{name} was saved meanwhile and "
                 "is left as it is: try again")
 
     backup: Path | None = None
@@ -127,7 +128,7 @@ def replace_desk(data: bytes, before: bytes | None,
                 backup.unlink()
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{show_path(DESK)} is unchanged ({error})") from error
+        raise UserError(f"{name} is unchanged ({error})") from error
     if backup and what:
         named = backup.with_name(f"{backup.stem}.{what}{backup.suffix}")
         with suppress(OSError):  # which a server may say after it, too
@@ -182,12 +183,13 @@ def numbered() -> list[tuple[int, Path]]:
 
 
 def backups() -> list[Path]:
-    """The backups of the desk's script, the oldest first.
+    """The backups of the working copy, the oldest first.
 
     Those beside it are from before they had a folder and numbers.
     """
+    pattern = f"{WORKING_COPY.stem}.*{WORKING_COPY.suffix}"
     beside = [(date, int(number or 1), path)
-              for path in DESK.parent.glob(f"{DESK.stem}.*{DESK.suffix}")
+              for path in WORKING_COPY.parent.glob(pattern)
               for date, number in re.findall(
                   r"\.(\d{8}-\d{6})(?:-(\d+))?$", path.stem)]
     return [path for *_, path in sorted(beside) + numbered()]

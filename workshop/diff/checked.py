@@ -1,6 +1,6 @@
 """A record of the scripts that have passed the check.
 
-A small file next to the desk's script holds a hash of each of them:
+A small file next to the working copy holds a hash of each of them:
 
     {"<stage>": {"<SHA-256 of the script>": "2026-12-31 23:59:59"}}
 
@@ -17,10 +17,10 @@ import time
 from backstage.errors import UserError, warn
 from backstage.files import show_path, write_atomically
 from rankcheck.system.errors import read_regular
-from workshop.diff.backups import locked_desk
-from workshop.stages import DESK
+from workshop.diff.backups import lock_working_copy
+from workshop.stages import WORKING_COPY
 
-RECORD = DESK.with_name(".checked.json")
+RECORD = WORKING_COPY.with_name(".checked.json")
 
 
 def record(stage: str, data: bytes) -> None:
@@ -29,7 +29,7 @@ def record(stage: str, data: bytes) -> None:
     If the record cannot be written, it warns in one line and continues.
     """
     try:
-        with locked_desk():  # another check may be ending, too
+        with lock_working_copy():  # another check may be ending, too
             passed = load()
             passed.setdefault(stage, {})[digest(data)] = time.strftime(
                 "%Y-%m-%d %H:%M:%S")

@@ -27,7 +27,7 @@ from backstage.errors import UserError, require
 from backstage.files import StrPath, show_path
 from workshop.diff import documents
 from workshop.diff.backups import explain, read_script
-from workshop.stages import DESK, STAGES, find
+from workshop.stages import STAGES, WORKING_COPY, find
 
 # (i1, i2, j1, j2): lines i1 to i2 of one become lines j1 to j2 of the other
 Edit = tuple[int, int, int, int]
@@ -240,7 +240,7 @@ class Diff:
     that have nothing to do with the lesson.
     """
 
-    def __init__(self, stage: str, path: StrPath = DESK,
+    def __init__(self, stage: str, path: StrPath = WORKING_COPY,
                  data: bytes | None = None) -> None:
         self.stage, self.yours = stage, Script(path, data)
         self.lesson = load_lesson(stage)

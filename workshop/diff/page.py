@@ -12,7 +12,7 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.files import show_path
 from workshop.html import BLUE, ORANGE, quote_text, scrolling
-from workshop.stages import DESK
+from workshop.stages import WORKING_COPY
 
 # Half a laptop's screen has 72 columns, the scripts up to 79. Where JupyterLab
 # wraps, End stops inside of a line, and Enter there splits it.
@@ -53,8 +53,9 @@ def texts(path: str) -> str:
 
     path: as below.
     """
-    there = Path(path).parents[2] / DESK.relative_to(ROOT)
-    return BRING_LINE + TEXTS.replace("DESK", json.dumps(there.as_posix()))
+    there = Path(path).parents[2] / WORKING_COPY.relative_to(ROOT)
+    return BRING_LINE + TEXTS.replace(
+        "WORKING_COPY", json.dumps(there.as_posix()))
 
 
 def stale(path: str) -> str:
@@ -69,7 +70,7 @@ def stale(path: str) -> str:
 
 def link(text: str, line: str = "") -> str:
     """HTML: JupyterLab opens the attendee's script beside, at the line."""
-    path = f"../{show_path(DESK)}{line and f'#line={int(line) - 1}'}"
+    path = f"../{show_path(WORKING_COPY)}{line and f'#line={int(line) - 1}'}"
     return f'<a href="{path}">{text}</a>'
 
 

@@ -28,7 +28,7 @@ from workshop.diff.page import (
     quote,
 )
 from workshop.html import TERMINAL_BLUE, TERMINAL_ORANGE, folded, paragraph
-from workshop.stages import DESK, find
+from workshop.stages import WORKING_COPY, find
 
 CONTEXT = 2  # unchanged lines shown above and below a change
 
@@ -182,7 +182,7 @@ def warnings(diff: Diff) -> Iterator[str]:
     """Lines: where the script is not Python, and what was lost from it."""
     if diff.yours.syntax_error:
         yield f"Not Python yet, {diff.yours.syntax_error}"
-    gone = working_copy.gone(diff) if diff.yours.path == DESK else ()
+    gone = working_copy.gone(diff) if diff.yours.path == WORKING_COPY else ()
     if gone:
         numbers = " ".join(map(str, gone))
         which = "change" if len(gone) == 1 else "changes"
@@ -264,7 +264,7 @@ def to_html(diff: Diff, hints: bool = False, whole: bool = False) -> str:
     todo = [] if is_checked(diff) else left + diff.others
     name, warned = show_path(diff.yours.path), [*warnings(diff)]
     first = html.escape(headline(diff))
-    if diff.yours.path == DESK:
+    if diff.yours.path == WORKING_COPY:
         first = first.replace(name, link(name))
     out = [paragraph(f"<strong>{first}</strong>",
                      "" if todo or diff.yours.syntax_error else "good"),
@@ -276,7 +276,7 @@ def to_html(diff: Diff, hints: bool = False, whole: bool = False) -> str:
         out.append(everything(diff))
     for item in [] if whole else left + diff.others + right:
         name, where = map(quote, title(diff, item))
-        if diff.yours.path == DESK:
+        if diff.yours.path == WORKING_COPY:
             where = link_lines(where)
         where = f'<span class="place">({where})</span>'
         id = f' id="{anchor(diff, item.number)}"' if item.number else ""

@@ -19,13 +19,13 @@ from workshop.diff.backups import (
     applied_after,
     backups,
     label,
-    locked_desk,
+    lock_working_copy,
     read_script,
-    replace_desk,
+    replace_working_copy,
 )
 from workshop.diff.diff import Diff, Left, Script, nearest, read_stages
 from workshop.results import runs
-from workshop.stages import DESK, LESSONS, STAGES, find
+from workshop.stages import LESSONS, STAGES, WORKING_COPY, find
 
 REOPEN = ("Reopen the script if an editor shows the old one. In JupyterLab, "
           "click into it, then File > Reload Python File from Disk; should "
@@ -46,7 +46,7 @@ def proven(diff: Diff) -> list[Left]:
                 diff.apply(numbers - {item.number}).encode())]
 
 
-@locked_desk()
+@lock_working_copy()
 def apply(stage: str, numbers: Sequence[int] = ()) -> None:
     """Make changes of the lesson, by their numbers, or all that are left.
 
@@ -60,7 +60,7 @@ def apply(stage: str, numbers: Sequence[int] = ()) -> None:
     chosen = left & set(numbers) if numbers else left - right
     if not chosen:
         what = "those changes are" if numbers else "every change is"
-        print(f"{what} already made; {show_path(DESK)} is unchanged")
+        print(f"{what} already made; {show_path(WORKING_COPY)} is unchanged")
         return
     line = 1 + min(edit[0] for item in diff.left if item.number in chosen
                    for edit in item.edits)
@@ -72,7 +72,8 @@ def apply(stage: str, numbers: Sequence[int] = ()) -> None:
             f"your changes around line {line} are in the way: make this one "
             f"by hand, or `python -m workshop reset {stage}`")
     made = "-".join(map(str, sorted(chosen)))
-    backup = replace_desk(text, diff.yours.data, f"apply-{stage}-{made}")
+    backup = replace_working_copy(
+        text, diff.yours.data, f"apply-{stage}-{made}")
     for item in diff.left:
         if item.number in chosen:
             print(f"made change {item.number}: {item.title}")
@@ -81,7 +82,7 @@ def apply(stage: str, numbers: Sequence[int] = ()) -> None:
             print(f"kept change {item.number} as you wrote it: the check has "
                   "found it right")
     print(f"{len(left - chosen - right)} of {diff.total} changes left in "
-          f"{show_path(DESK)}")
+          f"{show_path(WORKING_COPY)}")
     taken = diff.own_lines(chosen)
     if taken:
         print("These lines of yours were replaced by the lesson's:")
@@ -96,7 +97,7 @@ def apply(stage: str, numbers: Sequence[int] = ()) -> None:
 
 
 def reset(name: str) -> None:
-    """Put a stage, or the backup with that date, on the desk."""
+    """Make a stage, or the backup with that date, the working copy."""
     if name in STAGES:
         put_back(STAGES[name].solution, name)
         return
@@ -110,7 +111,7 @@ def reset(name: str) -> None:
 
 
 def undo() -> None:
-    """Put back the previous version of the desk's script.
+    """Put back the previous version of the working copy.
 
     Done twice, it brings this version back.
     """
@@ -121,15 +122,16 @@ def undo() -> None:
             differs = read_regular(backup) != now()
         except OSError as error:  # one before it would be another version
             raise UserError(
-                f"{show_path(DESK)} is unchanged: its previous version, "
-                f"{show_path(backup)}, cannot be read ({error.strerror}): "
-                "`python -m workshop reset --list` shows the others"
+                f"{show_path(WORKING_COPY)} is unchanged: its previous "
+                f"version, {show_path(backup)}, cannot be read "
+                f"({error.strerror}): `python -m workshop reset --list` "
+                "shows the others"
             ) from error
         if differs:
             put_back(backup, describe(backup))
             return
     raise UserError("there is nothing to undo: no backup of "
-                    f"{show_path(DESK)} differs from it")
+                    f"{show_path(WORKING_COPY)} differs from it")
 
 
 def describe(backup: Path) -> str:
@@ -148,15 +150,16 @@ def describe(backup: Path) -> str:
 
 
 def put_back(source: Path, name: str) -> None:
-    """Make the desk's script a copy of `source`."""
+    """Make the working copy a copy of `source`."""
     data = read_script(source, most=-1)
-    with locked_desk():
+    with lock_working_copy():
         before = now()
         if before == data:
-            print(f"{show_path(DESK)} is already {name}; it is unchanged")
+            print(f"{show_path(WORKING_COPY)} is already {name}; "
+                  "it is unchanged")
             return
-        backup = replace_desk(data, before)
-    print(f"{show_path(DESK)} is now {name}")
+        backup = replace_working_copy(data, before)
+    print(f"{show_path(WORKING_COPY)} is now {name}")
     if backup:
         print(f"Your previous version: {show_path(backup)} "
               "(`python -m workshop reset --undo` puts it back)")
@@ -164,8 +167,10 @@ def put_back(source: Path, name: str) -> None:
 
 
 def now() -> bytes | None:
-    """The bytes of the desk's script, or None if it is not there."""
-    return read_script(DESK, most=-1) if DESK.exists() else None
+    """The bytes of the working copy, or None if it is not there."""
+    if not WORKING_COPY.exists():
+        return None
+    return read_script(WORKING_COPY, most=-1)
 
 
 def gone(diff: Diff) -> list[int]:
@@ -194,7 +199,9 @@ def list_all() -> None:
     """Print the stages and the backups, and what is in each of them."""
     stages = read_stages()
     print(f"stages: {' '.join(stages)}")
-    kept = [(show_path(DESK), DESK)] if DESK.exists() else []
+    kept = []
+    if WORKING_COPY.exists():
+        kept.append((show_path(WORKING_COPY), WORKING_COPY))
     kept += [(label(backup), backup) for backup in backups()]
     for name, path in kept:
         try:
@@ -211,26 +218,27 @@ def list_all() -> None:
 def choose(stage: str) -> tuple[Path, str]:
     """The script that a batch file trains with, and a line that says why.
 
-    It is the desk's if that has passed the check for the stage. If it was
-    edited since, it is used as well, with a warning, but only while it is
+    It is the working copy if that has passed the check for the stage. If it
+    was edited since, it is used as well, with a warning, but only while it is
     still nearest to that stage and not on its way to the next one.
     """
-    shown, solution = show_path(DESK), find(stage).solution
+    shown, solution = show_path(WORKING_COPY), find(stage).solution
     instead = f"script    {show_path(solution)}"
     if stage not in LESSONS:
         return solution, instead
     try:
-        script, when = Script(DESK), checked.last_passed(stage)
+        script, when = Script(WORKING_COPY), checked.last_passed(stage)
         if checked.has_passed(stage, script.data):
-            return DESK, f"script    {shown}, which has passed the check"
+            return WORKING_COPY, (
+                f"script    {shown}, which has passed the check")
         require(when, f"{shown} has never passed the check for {stage}")
         _, at = nearest(script, read_stages())
         require(at == stage, f"{shown} is nearer to {at} now")
     except UserError as why:
         return solution, f"{instead}, because {why}"
-    return DESK, (f"warning: {shown} was edited after it passed the check, at "
-                  f"{when}: is it still right? `python -m workshop check "
-                  f"{stage}`")
+    return WORKING_COPY, (
+        f"warning: {shown} was edited after it passed the check, at "
+        f"{when}: is it still right? `python -m workshop check {stage}`")
 
 
 # --------------------------------------------------------------- the journey
@@ -261,7 +269,7 @@ def what_next() -> tuple[str, list[str]]:
 
     Raises `UserError` if there is no script.
     """
-    script = Script(DESK)
+    script = Script(WORKING_COPY)
     _, stage = nearest(script, read_stages())
     after = sorted((name for name in LESSONS if find(name).after == stage),
                    key=lambda name: -sum(  # first, what most goes on from

@@ -1,6 +1,6 @@
 """Merge the newest course into this clone, and keep what was edited.
 
-What is edited is copied before; the desk's script stays. Where an edit and the
+What is edited is copied before; the working copy stays. Where an edit and the
 course do not go together, the edit is in the copy and in the stash.
 """
 
@@ -17,11 +17,11 @@ from backstage import ROOT
 from backstage.errors import UserError, require, visible
 from backstage.files import show_path
 from rankcheck.system.errors import read_regular
-from workshop.diff.backups import FOLDER, back_up, locked_desk
+from workshop.diff.backups import FOLDER, back_up, lock_working_copy
 from workshop.jobs import git
-from workshop.stages import DESK
+from workshop.stages import WORKING_COPY
 
-ASIDE = FOLDER / "aside"  # the desk's script while git renews the others
+ASIDE = FOLDER / "aside"  # the working copy while git renews the others
 CHANGED = "diff", "--name-only", "--no-renames", "-z"
 
 
@@ -32,7 +32,7 @@ def main(args: argparse.Namespace) -> None:
 get the course with `git clone`, and copy your code/train_gpt2.py into that")
     source = git.run("rev-parse", "--abbrev-ref", "@{upstream}", advice="`git "
                      "switch main`, or `git branch --set-upstream-to ...`")
-    with locked_desk():
+    with lock_working_copy():
         give_back(source)
     require(not merge.exists() and not git.names(*CHANGED, "--diff-filter=U"),
             "a merge is not finished here: `git status` says how to go on")
@@ -44,7 +44,7 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
         print(f"nothing new in {visible(newest)}")
         return
     say("copying what you edited")
-    with locked_desk():
+    with lock_working_copy():
         copies = copy_edits({name for name in news if name.endswith(".ipynb")})
         in_the_way = git.names("ls-files", "--killed", "-z") | {
             name for name in news - git.names("ls-files", "-z")
@@ -56,11 +56,12 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
             signal.SIGHUP, signal.SIGINT, signal.SIGTERM})
         say(f"merging {source}")
         stashes = git.run("stash", "list")
-        edited = DESK.exists() and git.names(*CHANGED, "HEAD", "--", DESK)
+        edited = WORKING_COPY.exists() and git.names(
+            *CHANGED, "HEAD", "--", WORKING_COPY)
         try:
             if edited:
-                DESK.rename(ASIDE)
-                git.run("checkout", "HEAD", "--", DESK)
+                WORKING_COPY.rename(ASIDE)
+                git.run("checkout", "HEAD", "--", WORKING_COPY)
             git.run("merge", "-q", "--no-edit", "--autostash",
                     "--no-overwrite-ignore", source, advice="all is as it was;"
                     " if your commits change what the course changes, merge "
@@ -71,8 +72,8 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
             raise
         finally:  # what an editor has saved there meanwhile is newer
             if edited:
-                put_back(DESK.exists() and git.names(
-                    *CHANGED, "HEAD", "--", DESK))
+                put_back(WORKING_COPY.exists() and git.names(
+                    *CHANGED, "HEAD", "--", WORKING_COPY))
     if clashes := git.names(*CHANGED, "--diff-filter=U"):
         git.run("add", "--", *clashes)  # what is unmerged is not restored
         git.run("restore", "--staged", "--", *clashes)
@@ -96,13 +97,13 @@ def say(step: str) -> None:
 
 
 def put_back(edited: object) -> Path | None:
-    """Move the script that is aside to the desk, or to the backups.
+    """Put the working copy that is aside back, or move it to the backups.
 
     edited: whether somebody has saved another script there meanwhile. Returns
     the backup, or None.
     """
     if not edited:
-        ASIDE.replace(DESK)
+        ASIDE.replace(WORKING_COPY)
         return None
     backup = None
     if not ASIDE.is_symlink():  # then the script itself is elsewhere
@@ -114,8 +115,8 @@ def put_back(edited: object) -> Path | None:
 def give_back(source: str) -> None:
     """Give back the script that an update had moved away and was killed."""
     if os.path.lexists(ASIDE):
-        edited = DESK.exists() and all(
-            git.names(*CHANGED, version, "--", DESK)
+        edited = WORKING_COPY.exists() and all(
+            git.names(*CHANGED, version, "--", WORKING_COPY)
             for version in ("HEAD", source))
         backup = put_back(edited)
         where = "is there again"
@@ -123,7 +124,8 @@ def give_back(source: str) -> None:
             where = "was edited since, and stays"
         if backup:
             where += f"; that of then is {show_path(backup)}"
-        print(f"an earlier update was killed: your {show_path(DESK)} {where}")
+        print("an earlier update was killed: your "
+              f"{show_path(WORKING_COPY)} {where}")
 
 
 def store_autostash() -> None:

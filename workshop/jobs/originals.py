@@ -14,10 +14,10 @@ from backstage import ROOT
 from backstage.errors import UserError
 from backstage.files import show_path, write_atomically
 from workshop.jobs import git
-from workshop.stages import DESK, STAGES
+from workshop.stages import STAGES, WORKING_COPY
 
 FOLDERS = "solutions", "workshop/lessons"
-RECORD = DESK.with_name(".originals.json")  # where there is no git
+RECORD = WORKING_COPY.with_name(".originals.json")  # where there is no git
 
 
 def require_originals() -> None:

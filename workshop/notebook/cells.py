@@ -50,7 +50,7 @@ from workshop.notebook.shown import (
 from workshop.results import arithmetic
 from workshop.results import runs as results
 from workshop.results.limit import scaling_limits
-from workshop.stages import DESK, LESSONS, find
+from workshop.stages import LESSONS, WORKING_COPY, find
 from workshop.why import measured_speeds
 
 # ------------------------------------------------------------ every lesson
@@ -152,7 +152,7 @@ def on_board(*arguments, link=str):
 
 def read_script():
     try:
-        return read_regular(DESK)
+        return read_regular(WORKING_COPY)
     except OSError:
         return None
 
@@ -162,7 +162,7 @@ def beside(stage):
     """Links: to the script, and to a workspace that puts it beside this."""
     require(stage in LESSONS, f"no lesson makes a stage {stage}: choose from "
             f"{', '.join(LESSONS)}")
-    path = show_path(DESK)
+    path = show_path(WORKING_COPY)
     lines = [f'<a href="../{path}">{path}</a>: opens your script in a tab '
              "(drag the tab to the left)"]
     root = following.server_root()
@@ -255,8 +255,8 @@ def journey():
 @in_one_line
 def train(*flags):
     """Run `python code/train_gpt2.py flags...` in the workshop's Python."""
-    backups.read_script(DESK)  # a FIFO would be waited for
-    status = run_and_show(str(DESK), *flags)
+    backups.read_script(WORKING_COPY)  # a FIFO would be waited for
+    status = run_and_show(str(WORKING_COPY), *flags)
     require(status == 0, "the training did not come to its end: what it "
             "printed says why")
 

@@ -19,7 +19,7 @@ from backstage import ROOT
 from workshop.diff import checked, page
 from workshop.notebook import frontend
 from workshop.notebook.shown import Shown
-from workshop.stages import DESK
+from workshop.stages import WORKING_COPY
 
 Saved = list[tuple[Path, int, int, int]]  # see `saved_at`
 
@@ -120,7 +120,7 @@ def saves(seen: Saved) -> Iterator[bool]:
 def saved_at() -> Saved:
     """What changes whenever the script is saved, or has passed a check."""
     states = []
-    for path in (DESK, checked.RECORD):
+    for path in (WORKING_COPY, checked.RECORD):
         with contextlib.suppress(OSError):
             it = path.stat()
             states.append((path, it.st_mtime_ns, it.st_size, it.st_ino))

@@ -19,7 +19,7 @@ from backstage import ROOT
 from backstage.errors import UserError, require
 from workshop.command_line import Parser
 from workshop.diff.working_copy import what_next
-from workshop.stages import DESK, LESSONS, require_writable
+from workshop.stages import LESSONS, WORKING_COPY, require_writable
 
 
 def add_arguments(parser: Parser) -> None:
@@ -78,7 +78,7 @@ def find_last() -> str:
                        key=os.path.getmtime, reverse=True):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             saved = json.loads(file.read_text("utf-8"))
-            if f"editor:code/{DESK.name}" in saved["data"]:
+            if f"editor:code/{WORKING_COPY.name}" in saved["data"]:
                 return saved["metadata"]["id"]
     return ""
 
@@ -114,7 +114,7 @@ def write_workspace(*names: str, root: Path = ROOT) -> Path:
         return f"{kind}:{path}", {
             "data": {"path": path, "factory": kind.title()}}
 
-    script = widget("editor", f"code/{DESK.name}")
+    script = widget("editor", f"code/{WORKING_COPY.name}")
     lessons = [widget("notebook", "notebooks/" + (
         f"{name}.ipynb" if name == "start_here" else f"diff_{name}.ipynb"))
         for name in names]

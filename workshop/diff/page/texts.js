@@ -31,7 +31,7 @@ window.wsTexts ??= setInterval(() => {
       event.preventDefault();
       const page = document.getElementById("jupyter-config-data");
       const url = JSON.parse(page.textContent).baseUrl + "api/contents/";
-      const script = await fetch(url + DESK + "?type=file&format=text");
+      const script = await fetch(url + WORKING_COPY + "?type=file&format=text");
       const lines = (await script.json()).content.split("\n");
       const at = lines.findIndex(line => line.trim() === old);
       const pane = [...document.querySelectorAll(
