@@ -77,7 +77,7 @@ def test_nan_is_no_number_and_itself(mine, good, same):
         assert (one.error(other) < 1e-6) == same
         both = assemble([describe(one.tensors.items()),
                          describe(other.tensors.items())])
-        assert both.apart == (set() if same else {str(at)})
+        assert both.unequal == (set() if same else {str(at)})
         assert all(off > 0 for off in both.differing.values())
 
 

@@ -59,11 +59,11 @@ def test_what_status_0_requires(proof):
              for one in Proof if one is not proof]
 
     class Case:
-        apart = "it has other samples"
+        skip_reason = "it has other samples"
 
     lacks, = missing(shown, Case)
     assert lacks.startswith(REQUIRED[proof])
-    assert (Case.apart in lacks) == (proof is Proof.SINGLE)
+    assert (Case.skip_reason in lacks) == (proof is Proof.SINGLE)
     assert missing([*shown, ok("", proves=frozenset({proof}))], Case) == []
 
 

@@ -163,7 +163,7 @@ def sharded(state):
 
 def fails_again(runs):
     """The run that would show whether one process begins alike fails."""
-    again = runs[1, "again"] = copy.deepcopy(runs[1, ""])
+    again = runs[1, "repeated"] = copy.deepcopy(runs[1, ""])
     again.ranks = [Rank(1, "", "error: it is full\n")]
 
 
@@ -666,7 +666,7 @@ def test_another_name_of_a_run_is_no_other_error():
             2, "", f"x.py: error: what is {run}?")], records=[None],
             events=[[]])
 
-    _, ended = Runs(start, 2, 4).of_first("alone")
+    _, ended = Runs(start, 2, 4).of_first("single")
     assert ended.text.endswith("what is run-1?") and not ended.advice
 
 

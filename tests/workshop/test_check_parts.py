@@ -42,7 +42,7 @@ def test_the_parts_on_a_mesh_of_two_dimensions(placements, split):
         "part": split(matrix, *divmod(rank, 2)), "shape": (4, 4),
         "mesh": torch.arange(4).view(2, 2), "placements": placements}}}
         for rank in range(4)])
-    assert not whole.holes and not whole.apart
+    assert not whole.holes and not whole.unequal
     assert torch.equal(whole.tensors["w"], matrix)
 
 
@@ -123,10 +123,10 @@ def test_names_without_wrappers():
 def test_the_ends_of_a_pipeline_have_one_matrix():
     first = describe([("transformer.wte.weight", torch.ones(2, 3))])
     last = describe([("lm_head.weight", torch.ones(2, 3))])
-    assert not put_together([first, last]).apart
+    assert not put_together([first, last]).unequal
     last = describe([("lm_head.weight", torch.zeros(2, 3))])
     whole = put_together([first, last])
-    assert whole.apart == {TIED} and whole.differing == {1: 1.0}
+    assert whole.unequal == {TIED} and whole.differing == {1: 1.0}
 
 
 @pytest.mark.parametrize(("text", "missing"), [

@@ -173,13 +173,14 @@ def gradients(run: StageRun, reference: StageRun) -> Finding | None:
         good = put_together([reference.record_of(0).gradients[step]])
         mine = put_together([record.gradients[step - run.first_step]
                              for record in run.all_records])
-        apart = [rank for rank, off in mine.differing.items()
+        unequal = [rank for rank, off in mine.differing.items()
                  if off > 1e-6 * max(1.0, length(good.tensors))]
-        if apart:
-            name = min(mine.apart, key=lambda name: ("ln_" not in name, name))
+        if unequal:
+            name = min(mine.unequal,
+                       key=lambda name: ("ln_" not in name, name))
             return fail(f"gradients of step {step} differ between rank 0 and "
-                        f"rank {min(apart)}, such as that of {name}",
-                        ranks=apart, numbers={"step": step},
+                        f"rank {min(unequal)}, such as that of {name}",
+                        ranks=unequal, numbers={"step": step},
                         kind="unequal-gradients")
         error = mine.error(good)
         if not error <= GRADIENT:

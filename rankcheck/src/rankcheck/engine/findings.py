@@ -37,7 +37,7 @@ class Proof(Enum):
 class Learned(TypedDict, total=False):
     """What a finding tells later questions: fields of a `Comparison`."""
 
-    apart: str
+    skip_reason: str
     averaged: str
     nodes: str
     rate: float

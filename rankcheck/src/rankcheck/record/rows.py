@@ -106,7 +106,7 @@ class Rows:
             log: its record.
             size: the number of processes.
             steps: after so many steps of the first optimizer it ends.
-            kind: "still" if nothing is to be updated, so that all gradients
+            kind: "frozen" if nothing is to be updated, so that all gradients
                 are those of the first weights; "saved" if it ends as soon as
                 each optimizer has its gradients for the first step after
                 torch.save(); "resumed" if it goes on from there; or "".
@@ -291,7 +291,7 @@ class Rows:
         self.made[number] += 1
         if len(self.since) == len(self.optimizers):
             self.leave()
-        if self.kind == "still":  # the optimizer leaves these alone then
+        if self.kind == "frozen":  # the optimizer leaves these alone then
             for weight in weights.values():
                 weight.grad = None
         self.weights = weights

@@ -144,7 +144,7 @@ class Whole:
     holes: list[str]  # names of tensors with a part that no rank has
     # rank -> the largest difference from a rank before it
     differing: dict[int, float]
-    apart: set[str]  # names of tensors whose copies differ
+    unequal: set[str]  # names of tensors whose copies differ
 
     def error(self, other: Whole) -> float:
         """Return the relative error of these, the other ones being right."""
@@ -188,7 +188,7 @@ def assemble(ranks: Iterable[LocalTensors],
     tensors: dict[str, torch.Tensor] = {}
     filled: dict[str, torch.Tensor] = {}
     differing: dict[int, float] = {}
-    apart: set[str] = set()
+    unequal: set[str] = set()
     names = same or {}
     for rank, state in enumerate(ranks):
         for name, shape, part, at in pieces(state, rank):
@@ -203,13 +203,13 @@ def assemble(ranks: Iterable[LocalTensors],
             again = done[at]
             off = difference(values[at], part)[again]
             if off.any():
-                apart.add(name)
+                unequal.add(name)
                 largest = off.abs().nan_to_num(torch.inf).max().item()
                 differing[rank] = max(differing.get(rank, 0.0), largest)
             values[at] = torch.where(again, values[at], part)
             done[at] = True
     holes = [name for name, mask in filled.items() if not mask.all()]
-    return Whole(tensors, holes, differing, apart)
+    return Whole(tensors, holes, differing, unequal)
 
 
 def put_together(records: Iterable[Mapping[str, Any]], what: str) -> Whole:

@@ -9,8 +9,8 @@ from rankcheck.engine.run_record import RunRecord
 from rankcheck.verification.comparison import (
     Comparison,
     compare_batches,
+    find_hand_sharded,
     find_skips,
-    find_split,
     rows,
 )
 from rankcheck.verification.runs import Runs, compare_step_counts, reduces
@@ -41,33 +41,33 @@ def choose(runs: Runs) -> Choice:
     script does not run without them, or each process trains alone.
     """
     note = "the script does not run without a GPU"
-    alone, refused = runs.of_first("alone")
-    if refused and (alone.gave_up or alone.killed):
+    single_run, refused = runs.of_first("single")
+    if refused and (single_run.gave_up or single_run.killed):
         return Choice(None, [refused],
                       "the script must train with 1 process first")
     if refused:  # by an assertion that there are several, perhaps
-        together, ended = runs.of_first("together")
+        multi_run, ended = runs.of_first("multi")
     else:
-        together, ended = runs("together")
+        multi_run, ended = runs("multi")
     if refused and ended:
         return Choice(None, [refused, ended], "the script trains "
                       "neither with 1 process nor with several")
-    if not (refused or ended or runs.gpus or reduces(together)
+    if not (refused or ended or runs.gpus or reduces(multi_run)
             or runs.device == "gpu"):
         runs.gpus = True
-        one, fails = runs("alone")
-        several, fails_too = runs("together")
+        one, fails = runs("single")
+        several, fails_too = runs("multi")
         runs.gpus = not fails and not fails_too and reduces(several)
         if runs.gpus:
-            alone, together = one, several
+            single_run, multi_run = one, several
             note = "without a GPU each process trains by itself"
-    if ended and together.killed:
+    if ended and multi_run.killed:
         return Choice(None, [ended], "not all ranks finished")
-    stepped = all(record and record.steps for record in together.records)
-    skips = find_skips(together)
-    uneven = skips or compare_step_counts(together)
-    if skips and any(record and together.asked("left", rank)
-                     for rank, record in enumerate(together.records)):
+    stepped = all(record and record.steps for record in multi_run.records)
+    skips = find_skips(multi_run)
+    uneven = skips or compare_step_counts(multi_run)
+    if skips and any(record and multi_run.asked("left", rank)
+                     for rank, record in enumerate(multi_run.records)):
         ended = None  # it follows: a rank was done, and others waited for it
     if skips and stepped:
         uneven = []  # asked later, beside all else
@@ -87,10 +87,11 @@ def choose(runs: Runs) -> Choice:
                              kind="single-process-failed"))
     if ended:
         findings.append(ended)
-    comparison = Comparison(runs, None if refused else alone, together)
+    comparison = Comparison(
+        runs, None if refused else single_run, multi_run)
     if not refused and not comparison.asked("FSDP1"):
-        comparison = replace(comparison, split=find_split(
-            alone, together, ended))
+        comparison = replace(comparison, hand_sharded=find_hand_sharded(
+            single_run, multi_run, ended))
     return compare(comparison, findings)
 
 
@@ -103,22 +104,23 @@ def compare(comparison: Comparison, findings: list[Finding]) -> Choice:
         if by_columns.factor and by_columns.steps is None:
             comparison, batches = columns, by_columns
     if batches.factor == comparison.size:
-        still, ended = comparison.runs("still")
+        frozen_run, ended = comparison.runs("frozen")
         if ended:
             comparison = replace(
-                comparison, apart="the run with frozen weights failed")
+                comparison, skip_reason="the run with frozen weights failed")
         else:
-            comparison = replace(comparison, still=still)
+            comparison = replace(comparison, frozen_run=frozen_run)
         return Choice(comparison, findings)
     reason = batches.reason
-    if reason and any(rows(comparison.single)):
+    if reason and any(rows(comparison.single_steps)):
         repetition = reads_again(comparison)
         reason = repetition.reason or reason
         findings = findings + repetition.findings
     if batches.factor is None:
-        return Choice(replace(comparison, apart=reason), findings)
-    return Choice(replace(comparison, compared=batches.steps, later=reason),
-                  findings)
+        return Choice(replace(comparison, skip_reason=reason), findings)
+    comparison = replace(comparison, compared_steps=batches.steps,
+                         later_reason=reason)
+    return Choice(comparison, findings)
 
 
 @dataclass(frozen=True)
@@ -147,11 +149,11 @@ def reads_again(comparison: Comparison) -> Repetition:
         if ended:
             return None
         return samples(run) == [
-            record["samples"] for record in comparison.single]
+            record["samples"] for record in comparison.single_steps]
 
     if reads_the_same("hashes") is not False:
         return Repetition()
-    again = reads_the_same("again")
+    again = reads_the_same("repeated")
     if again is None:
         return Repetition()
     if not again:

@@ -301,7 +301,7 @@ class Experiment:
         if program.module and not script.is_relative_to(cwd):
             script = program.script  # it is imported where it is installed
         # of how many steps the modules' outputs are recorded
-        outputs = {"": 1, "still": self.size}.get(kind, 0)
+        outputs = {"": 1, "frozen": self.size}.get(kind, 0)
         hidden = {} if self.device == "gpu" else ON_CPU
         run = self.workspace.run(
             RunRecord(script), program.with_size(size, name, planned.flags),

@@ -61,65 +61,70 @@ class Comparison:
 
     Attributes:
         runs: from which others can be had.
-        alone: as one process; None where it does not train as one.
-        together: as several.
-        still: as one that updates no weights, if that is compared.
+        single_process_run: None where it does not train with one process.
+        multi_process_run: with several.
+        frozen_run: with one that updates no weights, if that is compared.
         columns: whether the batch is the second dimension.
-        apart: why it is compared with neither of the others, or "".
-        compared: only so many steps are, for the reason that `later` says;
-            None: all.
-        later: see `compared`.
+        skip_reason: why it is compared with neither of these, or "".
+        compared_steps: only so many are, for the reason that `later_reason`
+            says; None: all.
+        later_reason: see `compared_steps`.
         rate: the learning rate, by that of one process.
         averaged: how often weights are, if gradients are not.
-        split: parameters of which ranks hold parts.
+        hand_sharded: parameters of which ranks hold parts without DTensor.
         settings: which of the optimizer's are not one process's.
         failed: whether a question has found a FAIL.
         nodes: "" once it has run as two nodes, a text if it refuses that.
     """
 
     runs: Runs
-    alone: RunRecord | None
-    together: RunRecord
-    still: RunRecord | None = None
+    single_process_run: RunRecord | None
+    multi_process_run: RunRecord
+    frozen_run: RunRecord | None = None
     columns: bool = False
-    apart: str = ""
-    compared: int | None = None
-    later: str = ""
+    skip_reason: str = ""
+    compared_steps: int | None = None
+    later_reason: str = ""
     rate: float = 1.0
     averaged: str = ""
-    split: frozenset[str] = frozenset()
+    hand_sharded: frozenset[str] = frozenset()
     settings: str = ""
     failed: bool = False
     nodes: str | None = None
 
     @property
     def size(self) -> int:
-        return len(self.together.records)
+        return len(self.multi_process_run.records)
 
     @cached_property
-    def single(self) -> list[StepRecord]:
+    def single_steps(self) -> list[StepRecord]:
         """What one process has recorded of its steps, [] if it has none."""
-        return self.view(self.alone)[0] if self.alone else []
+        if not self.single_process_run:
+            return []
+        return self.view(self.single_process_run)[0]
 
     @cached_property
-    def longest(self) -> list[StepRecord]:
+    def longest_single_steps(self) -> list[StepRecord]:
         """The same of as many steps as have the same samples."""
-        return self.view(self.still)[0] if self.still else self.single
+        if not self.frozen_run:
+            return self.single_steps
+        return self.view(self.frozen_run)[0]
 
     @cached_property
     def steps(self) -> list[tuple[StepRecord, ...]]:
         """Of each step that all ranks have made, what each recorded."""
-        return list(zip(*self.view(self.together), strict=False))
+        return list(zip(*self.view(self.multi_process_run), strict=False))
 
     @cached_property
     def outputs(self) -> OutputComparison:
         """The modules' outputs in the first step."""
-        single = self.still or self.alone
+        single = self.frozen_run or self.single_process_run
         if single is None:
             raise ValueError("there is no run of one process")
         return compare_outputs(
-            self.together.all_records, single.record_of(0),
-            "columns" if self.columns else "rows", self.split, self.loosely)
+            self.multi_process_run.all_records, single.record_of(0),
+            "columns" if self.columns else "rows", self.hand_sharded,
+            self.tolerance_factor)
 
     def view(self, run: RunRecord) -> list[list[StepRecord]]:
         """Return what each rank has recorded of its steps.
@@ -133,18 +138,18 @@ class Comparison:
     def view_step(self, record: StepRecord) -> StepRecord:
         samples = record["columns" if self.columns else "rows"]
         shown = {**record, "samples": samples}
-        if not self.split:
+        if not self.hand_sharded:
             return shown
         for name, state in record.items():
             has_tensors = isinstance(state, dict) and "plain" in state
             if has_tensors:  # as rankcheck.record.tensors describes them
-                shown[name] = without(state, self.split)
+                shown[name] = without(state, self.hand_sharded)
         return shown
 
     @property
-    def loosely(self) -> int:
+    def tolerance_factor(self) -> int:
         """How much larger an error may be in low precision."""
-        low = any(record.low for record in self.together.all_records)
+        low = any(record.low for record in self.multi_process_run.all_records)
         return LOW if low else 1
 
     def elements(self, records: Sequence[StepRecord]) -> int:
@@ -157,7 +162,7 @@ class Comparison:
             elements: int = records[0]["elements"]
             return elements
         shapes: dict[str, tuple[int, ...]] = {}
-        for record in self.together.all_records:
+        for record in self.multi_process_run.all_records:
             shapes |= record.shapes
         return sum(torch.Size(shapes[name]).numel()
                    for name in set().union(*owned))
@@ -172,7 +177,7 @@ class Comparison:
     def splits_matrices(self) -> bool:
         """Whether parameters are sharded, and not by fully_shard alone."""
         sharded = self.steps[0][0]["gradients"]["sharded"].values()
-        if self.split:
+        if self.hand_sharded:
             return True
         fully_shard = self.asked("fully_shard")
         for entry in sharded:
@@ -184,13 +189,13 @@ class Comparison:
     def asked(self, what: str) -> list[Any]:
         """Return the values with which the ranks have asked for something."""
         return [value for rank in range(self.size)
-                for value in self.together.asked(what, rank)]
+                for value in self.multi_process_run.asked(what, rank)]
 
     def named(self, names: Iterable[str]) -> str:
         """Return parameters in words, in the optimizer's order."""
-        records = [*self.together.all_records]
-        if self.alone:
-            records += self.alone.all_records
+        records = [*self.multi_process_run.all_records]
+        if self.single_process_run:
+            records += self.single_process_run.all_records
         order = [name for record in records
                  for name in (*record.shapes, *record.model)]
         models = {name.partition(":")[0] for name in order}
@@ -229,29 +234,29 @@ class BatchComparison:
 
 def compare_batches(case: Comparison) -> BatchComparison:
     """Compare the samples of each step of the first optimizer."""
-    alone = [set(record["samples"]) for record in case.single
+    single = [set(record["samples"]) for record in case.single_steps
              if record["optimizer"] == 0]
-    together = [set(rows(records)) for records in case.steps
+    multi = [set(rows(records)) for records in case.steps
                 if records[0]["optimizer"] == 0]
-    if not case.alone:
+    if not case.single_process_run:
         return BatchComparison(None, reason="it does not train with 1 process")
-    if not any(alone) or not any(together):
+    if not any(single) or not any(multi):
         return BatchComparison(None, reason="no samples were seen, so "
                                "ranks may all read the same")
-    if all(mine == good for mine, good in zip(together, alone, strict=False)):
+    if all(mine == good for mine, good in zip(multi, single, strict=False)):
         return BatchComparison(1)
-    first = set.union(*alone[:case.size])
-    if (together[0] == first and alone[0] != first
-            and len(alone) >= case.size):
+    first = set.union(*single[:case.size])
+    if (multi[0] == first and single[0] != first
+            and len(single) >= case.size):
         return BatchComparison(case.size)
     same = next(i for i, (mine, good) in enumerate(zip(
-        together, alone, strict=False)) if mine != good)
+        multi, single, strict=False)) if mine != good)
     reason = ("the samples are not those of the single-process run (others, "
               "or the same padded or computed differently)")
-    one, each = case.alone.record_of(0), case.together.record_of(0)
-    if left_out(one) != left_out(each):
+    one = case.single_process_run.record_of(0)
+    if left_out(one) != left_out(case.multi_process_run.record_of(0)):
         reason = "it skips other steps than with 1 process"
-    if same == 0 or not together[0]:
+    if same == 0 or not multi[0]:
         return BatchComparison(None, reason=reason)
     # the steps of all optimizers before the first of other samples
     numbers = [i for i, records in enumerate(case.steps)
@@ -311,12 +316,13 @@ def find_skips(run: RunRecord) -> list[Finding]:
                 "make the same decision on all ranks: all_reduce what it "
                 "depends on (a loss, a norm, found_inf)", ranks=[who],
                 numbers={"step": step},
-                learned={"apart": "the ranks skip different steps"},
+                learned={"skip_reason": "the ranks skip different steps"},
                 kind="skipped-step")]
     return []
 
 
-def find_split(alone: RunRecord, together: RunRecord, ended: Finding | None
+def find_hand_sharded(single_run: RunRecord, multi_run: RunRecord,
+                      ended: Finding | None
                ) -> frozenset[str]:
     """Return the parameters that are others, or smaller, than with one
     process.
@@ -329,27 +335,27 @@ def find_split(alone: RunRecord, together: RunRecord, ended: Finding | None
     ended: a failure of the ranks, perhaps before an optimizer that no rank
     came to.
     """
-    good = all_shapes(alone.record_of(0))
+    good = all_shapes(single_run.record_of(0))
     known: set[str] = set()
-    for record in together.all_records:
+    for record in multi_run.all_records:
         known |= record.shapes.keys()
     if not ended:
-        known |= alone.record_of(0).shapes.keys()
-    known -= find_extra(alone, together)
-    split = {name for record in together.all_records for name in known
+        known |= single_run.record_of(0).shapes.keys()
+    known -= find_extra(single_run, multi_run)
+    hand_sharded = {name for record in multi_run.all_records for name in known
              if all_shapes(record).get(name) != good.get(name)}
     kinds = []  # of tensors that show which parameters have other numbers
-    if split:
+    if hand_sharded:
         kinds = ["before"]
     elif any("alltoall" in call["call"].replace("_", "")
-             for call in together.calls(0)):
+             for call in multi_run.calls(0)):
         kinds = ["before", "gradients"]  # an expert is of one rank
-    for records in zip(*(record.steps for record in together.all_records),
+    for records in zip(*(record.steps for record in multi_run.all_records),
                        strict=False):
         if kinds and all(record["before"] for record in records):
-            split |= set.intersection(*(put_together(records, kind).apart
-                                        for kind in kinds))
-    return frozenset(split)
+            hand_sharded |= set.intersection(*(
+                put_together(records, kind).unequal for kind in kinds))
+    return frozenset(hand_sharded)
 
 
 def all_shapes(record: RankRecord) -> dict[str, tuple[int, ...]]:
@@ -357,24 +363,24 @@ def all_shapes(record: RankRecord) -> dict[str, tuple[int, ...]]:
     return {**record.model, **record.shapes}
 
 
-def find_extra(alone: RunRecord, together: RunRecord) -> set[str]:
+def find_extra(single_run: RunRecord, multi_run: RunRecord) -> set[str]:
     """Return the parameters that each rank has whole, and one process has not.
 
     Their ranks have all of one process's parameters beside them, and begin
     with the same values in them: else they may be parts of those.
     """
-    shapes = [all_shapes(record) for record in together.all_records]
-    good = all_shapes(alone.record_of(0))
+    shapes = [all_shapes(record) for record in multi_run.all_records]
+    good = all_shapes(single_run.record_of(0))
     if any(own.get(name) != shape for own in shapes
            for name, shape in good.items()):
         return set()
     extra = {name for name in set.intersection(*map(set, shapes))
              if name not in good
              and len({own[name] for own in shapes}) == 1}
-    firsts = zip(*(record.steps[:1] for record in together.all_records),
+    firsts = zip(*(record.steps[:1] for record in multi_run.all_records),
                  strict=True)
     differing = {name for records in firsts
-                 for name in put_together(records, "before").apart}
+                 for name in put_together(records, "before").unequal}
     return extra - differing
 
 
@@ -382,13 +388,13 @@ def makes_up(case: Comparison) -> bool:
     """Return whether the ranks begin with one process's tensors, or with
     chunks of them.
     """
-    if not case.alone:
+    if not case.single_process_run:
         return False
     known: set[bytes] = set()
     counts = [count for count in range(1, case.size + 1)
               if case.size % count == 0]
-    for name, tensor in first_weights(case.alone.record_of(0)):
-        shape = case.alone.record_of(0).shapes[name]
+    for name, tensor in first_weights(case.single_process_run.record_of(0)):
+        shape = case.single_process_run.record_of(0).shapes[name]
         if tensor.numel() != torch.Size(shape).numel():
             return False  # it is too large to be kept whole
         for dim in range(len(shape)):
@@ -396,8 +402,9 @@ def makes_up(case: Comparison) -> bool:
                 chunks = tensor.view(shape).chunk(count, dim)
                 known |= {as_bytes(part) for part in chunks}
     return all(as_bytes(tensor) in known
-               for record in case.together.all_records
-               for name, tensor in first_weights(record) if name in case.split)
+               for record in case.multi_process_run.all_records
+               for name, tensor in first_weights(record)
+               if name in case.hand_sharded)
 
 
 def first_weights(record: RankRecord) -> Iterator[tuple[str, torch.Tensor]]:
@@ -431,18 +438,19 @@ class SharedGradients(NamedTuple):
     keys: dict[str, int]
 
 
-def gradients_of(records: Sequence[StepRecord], alone: Iterable[StepRecord],
+def gradients_of(records: Sequence[StepRecord],
+                 single_steps: Iterable[StepRecord],
                  what: str = "gradients") -> SharedGradients:
-    """Return the gradients of a step, and what each of `alone` has.
+    """Return the gradients of a step, and what each of `single_steps` has.
 
     what: of the latter: "gradients", "local", "sums" or "weighed".
     """
     mine = put_together(records, "gradients")
-    each = [put_together([record], what).tensors for record in alone]
+    each = [put_together([record], what).tensors for record in single_steps]
     keys = {key: tensor.numel() for key, tensor in mine.tensors.items()
             if all(key in one and tensor.shape == one[key].shape
                    for one in each)}
-    if mine.apart or not keys:
+    if mine.unequal or not keys:
         return SharedGradients(None, [], keys)
     return SharedGradients(flat(mine.tensors, keys),
                            [flat(one, keys) for one in each], keys)

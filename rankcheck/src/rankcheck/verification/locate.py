@@ -114,7 +114,8 @@ def read(record: RecordedOutputs | None) -> Recorded:
 
 
 def compare_outputs(ranks: Sequence[RankRecord], single: RankRecord,
-                    axis: Axis, split: frozenset[str], loosely: float,
+                    axis: Axis, hand_sharded: frozenset[str],
+                    tolerance_factor: float,
                     ) -> OutputComparison:
     """Find the first output of one process that a rank has otherwise.
 
@@ -122,7 +123,7 @@ def compare_outputs(ranks: Sequence[RankRecord], single: RankRecord,
         ranks: what each rank has recorded.
         single: what one process has recorded.
         axis: whichever are the samples.
-        split: hand-sharded parameters: what their modules put out may be a
+        hand_sharded: parameters: what their modules put out may be a
             part of a sum.
         loosely: how much larger an error may be.
     """
@@ -134,7 +135,7 @@ def compare_outputs(ranks: Sequence[RankRecord], single: RankRecord,
     agreeing: list[Output] = []
     unsure, last = False, None
     for output in good:
-        if holds_part(output, split):
+        if holds_part(output, hand_sharded):
             continue
         errors: dict[int, float] = {}  # of the ranks that have it
         for rank, sketches in enumerate(each):
@@ -144,21 +145,22 @@ def compare_outputs(ranks: Sequence[RankRecord], single: RankRecord,
         if not errors:
             continue
         last = output
-        if max(errors.values()) > DIFFERS * loosely:
+        if max(errors.values()) > DIFFERS * tolerance_factor:
             differing = tuple(rank for rank, error in errors.items()
-                              if error > DIFFERS * loosely)
+                              if error > DIFFERS * tolerance_factor)
             return OutputComparison(tuple(agreeing), output, differing, kinds,
                                     unsure)
-        if max(errors.values()) > AGREES * loosely:
+        if max(errors.values()) > AGREES * tolerance_factor:
             unsure = True
         agreeing.append(output)
     return OutputComparison(tuple(agreeing), kinds=kinds, unsure=unsure,
                             whole=last is not None and last == [*good][-1])
 
 
-def holds_part(output: Output, split: frozenset[str]) -> bool:
+def holds_part(output: Output, hand_sharded: frozenset[str]) -> bool:
     """Return whether the module has a hand-sharded parameter of its own."""
-    owners = {name.partition(":")[2].rpartition(".")[0] for name in split}
+    owners = {name.partition(":")[2].rpartition(".")[0]
+              for name in hand_sharded}
     return output.name in owners
 
 

@@ -41,14 +41,14 @@ class RunKind:
 
 
 RUNS = {
-    "alone": RunKind(False, "with 1 process, "),
-    "together": RunKind(True, "with {size} processes, "),
+    "single": RunKind(False, "with 1 process, "),
+    "multi": RunKind(True, "with {size} processes, "),
     # with frozen weights, and with as many steps as read the same samples:
     # where several processes read that many minibatches of one
-    "still": RunKind(False),
+    "frozen": RunKind(False),
     # with other hashes of strings, or as it was: where one process reads other
     # samples, or begins with other weights
-    "hashes": RunKind(False), "again": RunKind(False),
+    "hashes": RunKind(False), "repeated": RunKind(False),
     # on two nodes, as far as the environment says it: where all else is right
     "nodes": RunKind(True, "on two nodes, "),
     # where the script is resumed
@@ -128,9 +128,9 @@ class Runs:
             return self.made[key]
         size = self.size if kind.several else 1
         steps = self.steps
-        if name == "still":
+        if name == "frozen":
             steps *= self.size
-        is_compared = name in ("alone", "together")
+        is_compared = name in ("single", "multi")
         planned = PlannedRun(size, steps - fewer, "" if is_compared else name,
                              flags or (), self.gpus)
         try:

@@ -75,8 +75,8 @@ def missing(findings: list[Finding], case: Comparison) -> list[str]:
     for finding in findings:
         shown |= finding.proves
     lacks = [words for proof, words in REQUIRED.items() if proof not in shown]
-    if lacks and Proof.SINGLE not in shown and case.apart:
-        lacks[-1] += f" ({case.apart})"
+    if lacks and Proof.SINGLE not in shown and case.skip_reason:
+        lacks[-1] += f" ({case.skip_reason})"
     return lacks
 
 
@@ -100,7 +100,7 @@ def sort_by_step(findings: list[Finding]) -> list[Finding]:
 
 def may_be(case: Comparison) -> str:
     """Say which fault the reason why nothing is compared may be."""
-    if case.apart != UNSEEDED:
+    if case.skip_reason != UNSEEDED:
         return ""
     return ("; if each rank shuffles one list with such a generator and takes "
             "its part, samples are read twice or never")
@@ -163,18 +163,20 @@ def unseen_of_single(case: Comparison) -> list[str]:
     texts = []
     of_one = ("whether losses, gradients and weights match the "
               "single-process run")
-    has_copies = any(record.copies for record in case.together.all_records)
-    if case.still or case.apart or case.later or not has_copies:
+    has_copies = any(record.copies
+                     for record in case.multi_process_run.all_records)
+    if (case.frozen_run or case.skip_reason or case.later_reason
+            or not has_copies):
         texts.append("averaged weights (EMA), unless they are modules like "
                      "the model, and the global batch size is that of the "
                      "single-process run")
-    if any(record.dropout for record in case.together.all_records):
+    if any(record.dropout for record in case.multi_process_run.all_records):
         texts.append("dropout: switched off for the comparison")
-    if case.apart:
-        texts.append(f"{of_one}: {case.apart}{may_be(case)}")
-    if case.later:
-        texts.append(f"{of_one}: {case.later}")
-    if case.still and not case.apart:
+    if case.skip_reason:
+        texts.append(f"{of_one}: {case.skip_reason}{may_be(case)}")
+    if case.later_reason:
+        texts.append(f"{of_one}: {case.later_reason}")
+    if case.frozen_run and not case.skip_reason:
         texts.append("whether weights match the single-process run: the "
                      "global batch size differs; gradients and losses were "
                      f"compared with the mean of {case.size} minibatches")

@@ -41,7 +41,8 @@ def leftovers(case: Comparison) -> list[Finding]:
     """
     results: set[str] = set()
     reused: set[str] = set()
-    for run in (case.alone, case.together, case.still):
+    for run in (case.single_process_run, case.multi_process_run,
+                case.frozen_run):
         if run is None:
             continue
         for record in run.all_records:
@@ -68,7 +69,7 @@ def numbers(case: Comparison) -> list[Finding]:
                          kind="nonfinite-weights")]
         if has_nan_loss(records):
             text = f"in step {step} the loss is NaN"
-            if has_nan_loss(case.single):
+            if has_nan_loss(case.single_steps):
                 text += ", with 1 process as well"
             return [fail(text, "remove the NaN first: with it, nothing "
                          "else can be compared",
@@ -112,10 +113,11 @@ def gradient_parts(records: StepRecords) -> list[torch.Tensor]:
 def process_group(case: Comparison) -> list[Finding]:
     """Answer whether a rank joins a process group, or reduces anything."""
     if (case.asked("init_process_group")
-            or any(record.joined for record in case.together.all_records)
+            or any(record.joined
+                   for record in case.multi_process_run.all_records)
             or any(step["reduced"] for step in flatten(case.steps))):
         return []
-    script = case.together.script.read_text(errors="replace")
+    script = case.multi_process_run.script.read_text(errors="replace")
     flag = re.search(r"--local[_-]rank", script)
     hint = "call torch.distributed.init_process_group()"
     if flag:
@@ -127,31 +129,31 @@ def process_group(case: Comparison) -> list[Finding]:
 @question("all ranks skip the same steps", always)
 def skipped_steps(case: Comparison) -> list[Finding]:
     """Answer whether a rank makes a step that another leaves out."""
-    return find_skips(case.together)
+    return find_skips(case.multi_process_run)
 
 
 @question("all processes train the same parameters")
 def parameters(case: Comparison) -> list[Finding]:
     """Answer whether each rank has parameters that one process lacks."""
-    if not case.alone:
+    if not case.single_process_run:
         return []
-    extra = find_extra(case.alone, case.together)
+    extra = find_extra(case.single_process_run, case.multi_process_run)
     if not extra:
         return []
-    tied = case.alone.record_of(0).tied
+    tied = case.single_process_run.record_of(0).tied
     for name in sorted(extra & tied.keys()):
         return [fail(
             f"{case.named([name])} and {case.named([tied[name]])} share one "
             f"tensor with 1 process, but not with {case.size}",
             "tie them again after to_empty(), or after loading: "
             "model.head.weight = model.embedding.weight",
-            learned={"apart": "tied parameters are not tied"},
+            learned={"skip_reason": "tied parameters are not tied"},
             kind="untied-weights")]
     return [warn(
         f"{counted(extra, 'parameter')} {verb_of(extra)} trained on each "
         f"rank, but not with 1 process: {case.named(extra)}", "check that the "
         "model depends on the number of processes on purpose",
-        learned={"apart": "the models differ"},
+        learned={"skip_reason": "the models differ"},
         kind="extra-parameters")]
 
 
@@ -171,16 +173,17 @@ def hand_sharded_parts(case: Comparison) -> list[Finding]:
     to several ranks on purpose is not told from one with a common seed, if
     the copies are fewer than the parts.
     """
-    if not case.alone:
+    if not case.single_process_run:
         return []
-    whole = case.alone.record_of(0).shapes
+    whole = case.single_process_run.record_of(0).shapes
     values: dict[str, set[bytes]] = {}
-    for record in case.together.all_records:
+    for record in case.multi_process_run.all_records:
         for name, tensor in first_weights(record):
             numbers = tensor.flatten()  # one number may be a parameter
-            if name in case.split and not (numbers == numbers[:1]).all():
+            is_constant = bool((numbers == numbers[:1]).all())
+            if name in case.hand_sharded and not is_constant:
                 values.setdefault(name, set()).add(as_bytes(tensor))
-    shapes = case.together.record_of(0).shapes
+    shapes = case.multi_process_run.record_of(0).shapes
     twins = []
     for name, different in values.items():
         if name not in shapes or name not in whole:
@@ -196,7 +199,7 @@ def hand_sharded_parts(case: Comparison) -> list[Finding]:
         f"{case.named(twins)} should differ", "draw the whole tensor and take "
         "the rank's part, or draw each part with its own seed: all ranks drew "
         "theirs with the same one", learned={
-            "apart": "parts that should differ are equal"},
+            "skip_reason": "parts that should differ are equal"},
         kind="equal-shards")]
 
 
@@ -206,26 +209,29 @@ def start(case: Comparison) -> list[Finding]:
     firsts = [records for records in case.steps if records[0]["before"]]
     for records in firsts:
         whole = put_together(records, "before")
-        if whole.apart:
+        if whole.unequal:
             rank = min(whole.differing)
             return [fail(f"rank {rank} starts with different weights than "
-                         f"rank 0: {case.named(whole.apart)}", "set the same "
+                         f"rank 0: {case.named(whole.unequal)}",
+                         "set the same "
                          "seed on all ranks before the model is created, or "
                          "wrap it in DDP, which broadcasts rank 0's weights; "
                          "load checkpoints on all ranks",
                          ranks=sorted(whole.differing),
                          kind="unequal-initial-weights")]
-    if case.split:
+    if case.hand_sharded:
+        parameters = counted(case.hand_sharded, "parameter")
         return [warn(
-            f"{counted(case.split, 'parameter')} {verb_of(case.split)} smaller"
+            f"{parameters} {verb_of(case.hand_sharded)} smaller"
             " than with 1 process, different, or not in every rank's "
-            f"optimizer: {case.named(case.split)}",
+            f"optimizer: {case.named(case.hand_sharded)}",
             "check that the script shards them by hand: if so, they are left "
             "out of the comparison",
-            learned={"apart": case.apart or "parameters are hand-sharded"},
-            numbers={"parameters": len(case.split)},
+            learned={"skip_reason": case.skip_reason
+                     or "parameters are hand-sharded"},
+            numbers={"parameters": len(case.hand_sharded)},
             kind="hand-sharded-parameters")]
-    if not begin_alike(firsts[0], case.single[:1]):
+    if not begin_alike(firsts[0], case.single_steps[:1]):
         return [other_start(case, firsts[0])]
     states = [records[0]["before"] for records in firsts]  # rank 0's
     count = sum(len(state["plain"]) + len(state["sharded"])
@@ -259,8 +265,9 @@ def other_start(case: Comparison, records: StepRecords) -> Finding:
     Args:
         records: the first of each rank.
     """
-    learned: Learned = {"apart": case.apart or "initial weights differ"}
-    again, ended = case.runs("again")
+    learned: Learned = {"skip_reason": case.skip_reason
+                        or "initial weights differ"}
+    again, ended = case.runs("repeated")
     if ended:
         return warn("initial weights differ from the single-process run; "
                     "whether that has a fixed seed is unknown: started again, "
@@ -268,7 +275,7 @@ def other_start(case: Comparison, records: StepRecords) -> Finding:
                     ended.advice, learned=learned,
                     kind="initial-weights-not-compared")
     repeated = put_together(again.record_of(0).steps[:1], "before")
-    expected = put_together(case.single[:1], "before")
+    expected = put_together(case.single_steps[:1], "before")
     if not repeated.error(expected) <= SAME_START:
         return warn("the single-process run starts with different weights "
                     "each time", "set a seed, so that runs can be compared",

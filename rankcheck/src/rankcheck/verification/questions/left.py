@@ -35,14 +35,15 @@ def copies(case: Comparison) -> list[Finding]:
     has trained. It is known by its place among the copies, so that nothing is
     said if the ranks have other numbers of them.
     """
-    copies_of_ranks = [record.copies for record in case.together.all_records]
+    copies_of_ranks = [record.copies
+                       for record in case.multi_process_run.all_records]
     counts = {len(found) for found in copies_of_ranks}
     # with weights that are split by hand, a part may look like a copy
-    if case.split or len(counts) > 1:
+    if case.hand_sharded or len(counts) > 1:
         return []
     differing: set[str] = set()
     for states in zip(*copies_of_ranks, strict=True):
-        differing |= assemble(states).apart
+        differing |= assemble(states).unequal
     if not differing:
         return []
     names = ", ".join(sorted(differing)[:3])
@@ -59,17 +60,18 @@ def averages(case: Comparison) -> list[Finding]:
     Relative to how far one process's copy has moved: a copy that stays, as a
     reference model does, has to stay.
     """
-    if not case.alone or case.apart or case.later or case.still or case.split:
+    if (not case.single_process_run or case.skip_reason or case.later_reason
+            or case.frozen_run or case.hand_sharded):
         return []
     if follow_other_weights(case):
         return []
     first = {}
-    for name, tensor in first_weights(case.alone.record_of(0)):
+    for name, tensor in first_weights(case.single_process_run.record_of(0)):
         first[name.partition(":")[2]] = tensor
-    limit = WEIGHT_UPDATE * case.loosely
+    limit = WEIGHT_UPDATE * case.tolerance_factor
     compared = 0
-    for state, single_state in zip(case.together.record_of(0).copies,
-                                   case.alone.record_of(0).copies,
+    for state, single_state in zip(case.multi_process_run.record_of(0).copies,
+                                   case.single_process_run.record_of(0).copies,
                                    strict=False):
         copied, expected = whole_here(state), whole_here(single_state)
         keys = [key for key in expected if key in copied and key in first
@@ -102,11 +104,11 @@ def follow_other_weights(case: Comparison) -> bool:
 
     Then copies that follow them differ as well.
     """
-    made = min(len(case.steps), len(case.single))
+    made = min(len(case.steps), len(case.single_steps))
     if not made:
         return False
     last = StepPair(made - 1, case.steps[made - 1],
-                    [case.single[made - 1]])
+                    [case.single_steps[made - 1]])
     error = weight_error(case, last, (1.0,))
     return error is not None and not error.is_small
 
@@ -116,7 +118,8 @@ def files(case: Comparison) -> Iterator[Finding]:
     """Answer whether several ranks write a file, or print the same lines."""
     for opener, names in find_shared_files(case).items():
         yield several_write(opener, ", ".join(sorted(names)[:3]))
-    lines = [set(rank.out.splitlines()) - {""} for rank in case.together.ranks]
+    lines = [set(rank.out.splitlines()) - {""}
+             for rank in case.multi_process_run.ranks]
     if any(lines[0] & other for other in lines[1:]):
         yield warn("several ranks print the same lines",
                    "print on one rank only: if rank == 0:",
@@ -129,7 +132,7 @@ def find_shared_files(case: Comparison) -> dict[Opener, list[str]]:
     The opener is that of the first of these ranks.
     """
     openers: dict[str, list[Opener]] = {}  # of each file, by its path
-    for record in case.together.all_records:
+    for record in case.multi_process_run.all_records:
         for path, opener in record.written.items():
             openers.setdefault(path, []).append(opener)
     shared: dict[Opener, list[str]] = {}

@@ -130,7 +130,7 @@ def own_device(case: Comparison) -> list[Finding]:
     if all_on_the_first(case):
         return []
     taken: dict[int, int] = {}  # number of a GPU -> the rank that takes it
-    for rank, record in enumerate(case.together.all_records):
+    for rank, record in enumerate(case.multi_process_run.all_records):
         numbers = record.devices
         if len(numbers) != 1:
             continue
@@ -149,7 +149,8 @@ def all_on_the_first(case: Comparison) -> bool:
 
     Each may see one alone, as srun can have it.
     """
-    return all(record.devices == [0] for record in case.together.all_records)
+    return all(record.devices == [0]
+               for record in case.multi_process_run.all_records)
 
 
 @question("the ranks train on two nodes as on one",
@@ -160,7 +161,7 @@ def as_two_nodes(case: Comparison) -> Iterator[Finding]:
     if ended and run.gave_up == "waits":
         yield ended
         return
-    if ended and refuses(ended, case.together.script):
+    if ended and refuses(ended, case.multi_process_run.script):
         yield ok("the script is for one node: " + ended.text,
                  learned={"nodes": "the script refuses them"},
                  kind="nodes-refused")
@@ -236,7 +237,7 @@ def samples(both: TwoNodes) -> list[Finding]:
 def samplers(both: TwoNodes) -> list[Finding]:
     """Say whether they have other seeds, or take parts of other data."""
     for name, kind in ("seed", "seeds"), ("subset", "subsets of the data"):
-        one = sampler_values(both.case.together, both.case.size, name)
+        one = sampler_values(both.case.multi_process_run, both.case.size, name)
         two = sampler_values(both.run, both.case.size, name)
         if len(two) > 1 >= len(one):
             return [fail(
@@ -268,12 +269,12 @@ def weights(both: TwoNodes) -> list[Finding]:
                 continue
             whole = put_together(two, key)
             known = [record for record in one if record.get(key)]
-            if whole.apart and not put_together(known, key).apart:
+            if whole.unequal and not put_together(known, key).unequal:
                 rank = min(whole.differing)
                 return [fail(
                     f"on two nodes, {when} step {step}, the {name} of rank "
                     f"{rank} differ from rank 0's: "
-                    f"{both.case.named(whole.apart)}",
+                    f"{both.case.named(whole.unequal)}",
                     f"look for what only a local rank does: {RANKS}",
                     ranks=sorted(whole.differing), kind="nodes-unequal-ranks")]
     return []
@@ -291,7 +292,7 @@ def optimizer_settings(both: TwoNodes) -> list[Finding]:
                     f"whether it depends on LOCAL_WORLD_SIZE: {RANKS}",
                     kind="nodes-learning-rate")]
     found = differences(by_parameter(both.run.record_of(0)),
-                        by_parameter(both.case.together.record_of(0)))
+                        by_parameter(both.case.multi_process_run.record_of(0)))
     for difference, names in found.items():
         return [warn(
             f"on two nodes the {difference.setting} of "
@@ -308,10 +309,10 @@ def gradients(both: TwoNodes) -> list[Finding]:
     else is drawn at random.
     """
     case = both.case
-    if case.apart or case.split or any(
+    if case.skip_reason or case.hand_sharded or any(
             record.draws for record in both.run.all_records):
         return []
-    pairs = both.pairs[:case.compared]
+    pairs = both.pairs[:case.compared_steps]
     for step, (two, one) in enumerate(pairs):
         if sorted(rows(two)) != sorted(rows(one)) or not rows(two):
             return []
@@ -324,7 +325,7 @@ def gradients(both: TwoNodes) -> list[Finding]:
         if not keys:
             return []
         vector, expected = flat(on_two, keys), flat(on_one, keys)
-        limit = GRADIENT * case.loosely
+        limit = GRADIENT * case.tolerance_factor
         if step:
             limit *= LATER_GRADIENT
         error = off(vector, expected)
@@ -361,7 +362,7 @@ def files(both: TwoNodes) -> Iterator[Finding]:
 
     Only of openers that write as one rank on one node.
     """
-    known = {file.opener for file in find_written(both.case.together)
+    known = {file.opener for file in find_written(both.case.multi_process_run)
              if len(file.ranks) > 1}
     found: dict[Opener, list[WrittenFile]] = {}
     for file in find_written(both.run):

@@ -52,7 +52,8 @@ def settings(case: Comparison) -> Iterator[Finding]:
 
     They are those of the first step of its optimizer.
     """
-    ranks = [by_parameter(record) for record in case.together.all_records]
+    ranks = [by_parameter(record)
+             for record in case.multi_process_run.all_records]
     for rank, own in enumerate(ranks):
         found = differences(own, ranks[0], between_ranks=True)
         if found:
@@ -64,9 +65,9 @@ def settings(case: Comparison) -> Iterator[Finding]:
                 "weights", ranks=[rank],
                 kind="unequal-optimizer-settings")
             return
-    if not case.alone:
+    if not case.single_process_run:
         return
-    single = by_parameter(case.alone.record_of(0))
+    single = by_parameter(case.single_process_run.record_of(0))
     for difference, names in differences(ranks[0], single).items():
         yield judge(case, difference, names)
 
@@ -88,7 +89,7 @@ def judge(case: Comparison, difference: Difference, names: list[str]
             case.rate * difference.value[0], difference.other[0]):
         return ok(f"{text}: the same, multiplied by the learning rate",
                   kind="optimizer-setting")
-    if case.rate != 1 or case.apart or difference.setting in SCALED:
+    if case.rate != 1 or case.skip_reason or difference.setting in SCALED:
         return warn(text, "check that it compensates for gradients that are "
                     "a sum over the ranks", learned={"settings": text},
                     kind="optimizer-setting")
@@ -102,8 +103,8 @@ def has_same_batch(case: Comparison) -> bool:
     """Return whether the first step has as many samples as one process's.
     """
     count = len(rows(case.steps[0]))
-    single_count = len(rows(case.single[:1]))
-    return not case.still and count == single_count > 0
+    single_count = len(rows(case.single_steps[:1]))
+    return not case.frozen_run and count == single_count > 0
 
 
 def differences(own: Settings, other: Settings, *,

@@ -59,7 +59,7 @@ def resumed_run(case: Comparison) -> list[Finding]:
     if ended:
         return [ended]
     stopped, back = records_by_step(first), records_by_step(again)
-    whole = records_by_step(case.together)
+    whole = records_by_step(case.multi_process_run)
     before, good = stopped[:at], stopped[at:]
     repeats = are_alike(stopped, whole)
     if repeats:

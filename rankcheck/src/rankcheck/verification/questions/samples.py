@@ -87,7 +87,7 @@ class Reading:
 
     Attributes:
         steps: of all ranks together.
-        single: the same of one process; [] if it cannot be compared.
+        single_process: the same of one process; [] if it cannot be compared.
         partitioned: whether a DistributedSampler has given each rank its
             part, in its first epoch: then no sample is read twice.
         streamed: whether several workers of a DataLoader iterate over a
@@ -95,7 +95,7 @@ class Reading:
     """
 
     steps: list[StepSamples]
-    single: list[list[str]]
+    single_process: list[list[str]]
     partitioned: bool
     streamed: bool
 
@@ -127,11 +127,12 @@ def samples(case: Comparison) -> list[Finding]:
         return []
     if case.splits_matrices:
         return in_groups(case, sets)
-    if has_equal_samples(case.single):
+    if has_equal_samples(case.single_steps):
         return [warn("all samples are identical, with 1 process as well, so "
                      "it is unknown which rank reads which",
                      "use data with different samples", learned={
-                         "apart": case.apart or "all samples are identical"},
+                         "skip_reason": case.skip_reason
+                         or "all samples are identical"},
                      kind="identical-samples")]
     if len(sets[0]) > 1 and all(map(are_equal, sets)):
         return [all_read_the_same(case)]
@@ -196,10 +197,10 @@ def read_by(case: Comparison, number: int) -> Reading:
     steps = [StepSamples(step, rows(records))
              for step, records in enumerate(case.steps)
              if records[0]["optimizer"] == number]
-    single = [record for record in case.longest
+    single = [record for record in case.longest_single_steps
               if record["optimizer"] == number]
     group = 1  # steps of one process that have the samples of one of all
-    if case.still:
+    if case.frozen_run:
         group = case.size
     epochs = {len(starts_over_all(case, rank)) for rank in range(case.size)}
     return Reading(
@@ -211,7 +212,7 @@ def read_by(case: Comparison, number: int) -> Reading:
 
 def starts_over_all(case: Comparison, rank: int) -> list[SamplerStart]:
     """Return each start of a DistributedSampler over all ranks, on a rank."""
-    return [start for start in sampler_starts(case.together, rank)
+    return [start for start in sampler_starts(case.multi_process_run, rank)
             if start.ranks == case.size]
 
 
@@ -222,8 +223,8 @@ def divides(case: Comparison) -> bool:
     """
     losses = [sum(record["losses"]) for record in case.steps[0]]
     expected = 0.0
-    if case.single:
-        expected = sum(case.single[0]["losses"])
+    if case.single_steps:
+        expected = sum(case.single_steps[0]["losses"])
     limit = LOSS * abs(expected)
     return (abs(sum(losses) / case.size - expected) < limit
             < max(losses) - min(losses))
@@ -288,7 +289,7 @@ def repeats_in_a_step(reading: Reading, each: int, size: int) -> Finding:
         return fail(f"{more} samples are read more than once, although a "
                     "DistributedSampler gives each rank its part", ONE_ORDER,
                     kind="sampler-overlap")
-    usual = usual_repeats(reading.single)
+    usual = usual_repeats(reading.single_process)
     twice = [step.repeats for step in steps]
     total = sum(len(step.rows) for step in steps)
     numbers: dict[str, float] = {"shared": sum(twice), "samples": total}
@@ -302,7 +303,7 @@ def repeats_in_a_step(reading: Reading, each: int, size: int) -> Finding:
             text += f", from step {step.number} on"
         numbers["step"] = step.number
         steady = len(twice) > i + 1 and len(set(twice[i:])) == 1
-        if steady and reading.single:
+        if steady and reading.single_process:
             return fail(text, OWN, numbers=numbers, kind="shared-samples")
         return warn(text, by_chance, numbers=numbers, kind="shared-samples")
     if sum(twice) > usual * total:
@@ -327,7 +328,7 @@ def repeats_of_earlier(reading: Reading) -> Finding | None:
     one process does: where samples are drawn at random, the number varies.
     """
     steps = [[*dict.fromkeys(step.rows)] for step in reading.steps]
-    single = [[*dict.fromkeys(step)] for step in reading.single]
+    single = [[*dict.fromkeys(step)] for step in reading.single_process]
     read, read_by_one = flatten(steps), flatten(single)
     most = len(read)
     if single:
@@ -371,7 +372,7 @@ def share_again(samples: list[str]) -> float:
 def repeats_beyond_one_process(reading: Reading) -> int:
     """Count the samples that are read again, beyond those of one process."""
     read = flatten(step.rows for step in reading.steps)
-    read_by_one = flatten(reading.single)
+    read_by_one = flatten(reading.single_process)
     most = min(len(read), len(read_by_one))
     repeats = most - len(set(read[:most]))
     return repeats - (most - len(set(read_by_one[:most])))
@@ -438,10 +439,10 @@ def given_by(sampler: int, rank: int, records: StepRecords) -> Finding | None:
 def size_of_minibatch(case: Comparison) -> list[Finding]:
     """Say how many samples a step has, and whether the rate fits them."""
     counts = [len(rows(records)) for records in case.steps]
-    single_counts = [len(rows([record])) for record in case.single]
+    single_counts = [len(rows([record])) for record in case.single_steps]
     now = next(filter(None, counts), 0)
     before = next(filter(None, single_counts), 0)
-    if not case.alone:
+    if not case.single_process_run:
         return [ok(f"global batch size is {now}", numbers={"samples": now},
                    kind="batch-size")]
     times = 1.0
@@ -536,9 +537,11 @@ def learning_rate(case: Comparison) -> RateComparison:
                     f"the learning rate is {rates[0]:.3g} on rank {rank}, "
                     f"{rates[1]:.3g} on rank 0, in step {step}", None,
                     differs=True)
-    together = case.together.record_of(0).steps
-    numbers = sorted({record["optimizer"] for record in case.longest})
-    compared = [compare_rates(case, rates_of(case.longest, number),
+    together = case.multi_process_run.record_of(0).steps
+    numbers = sorted({record["optimizer"]
+                      for record in case.longest_single_steps})
+    compared = [compare_rates(case,
+                              rates_of(case.longest_single_steps, number),
                               rates_of(together, number))
                 for number in numbers]
     for comparison in compared:
@@ -560,7 +563,7 @@ def compare_rates(case: Comparison, single_rates: list[float],
     odd = [i for i, pair in enumerate(pairs) if not are_close(*pair)]
     if not odd:
         text = "the learning rate is the same"
-        if case.still and len(set(rates)) > 1:
+        if case.frozen_run and len(set(rates)) > 1:
             text += " after as many steps, not after as many samples"
         return RateComparison(text, 1, distinct=len(set(rates)))
     first = odd[0]
@@ -578,7 +581,7 @@ def compare_rates(case: Comparison, single_rates: list[float],
         kind = "schedule-stepped-by-each-rank"
         text += (", as if its schedule advanced "
                  f"{case.size} times per step")
-        if case.still:
+        if case.frozen_run:
             text += " (it is the same after as many samples)"
     return RateComparison(text, None, kind=kind)
 
@@ -586,7 +589,7 @@ def compare_rates(case: Comparison, single_rates: list[float],
 @question("the ranks' samplers divide the same order", always)
 def samplers(case: Comparison) -> list[Finding]:
     """Answer whether the ranks' DistributedSamplers divide one order."""
-    starts = flatten(sampler_starts(case.together, rank)[:1]
+    starts = flatten(sampler_starts(case.multi_process_run, rank)[:1]
                      for rank in range(case.size))
     first = [start for start in starts if start.ranks == case.size]
     for kind, values in (
@@ -597,7 +600,8 @@ def samplers(case: Comparison) -> list[Finding]:
                          f"{kind}, so together they do not read each sample "
                          "once", "use the same seed on all ranks, for "
                          "random_split as well", kind="unequal-samplers")]
-    epochs = case.together.asked("epochs")  # rank 0's: (sampler, epoch)
+    # rank 0's: (sampler, epoch)
+    epochs = case.multi_process_run.asked("epochs")
     if len(epochs) > len(set(epochs)) == len(dict(epochs)):
         return [warn(f"set_epoch({epochs[0][1]}) is called in several epochs",
                      "call sampler.set_epoch(epoch) with the epoch's number: "

@@ -75,13 +75,13 @@ class StepPair:
     Attributes:
         step: its number among the steps of the ranks.
         ranks: what each rank has recorded of it.
-        single: the steps of one process: one, or as many as there are ranks
+        single_process: its steps: one, or as many as there are ranks
             where the ranks read as many minibatches.
     """
 
     step: int
     ranks: StepRecords
-    single: StepRecords
+    single_process: StepRecords
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,12 @@ def compare_with_single_process(case: Comparison) -> list[Finding]:
     Where parameters are sharded by hand, the loss of the first step alone
     is compared, if the parts make up the tensors of one process.
     """
-    if case.apart and not (case.split and makes_up(case)):
+    if case.skip_reason and not (case.hand_sharded and makes_up(case)):
         return []
     pairs = pair_steps(case)
-    if case.apart and not case.still:
+    if case.skip_reason and not case.frozen_run:
         # parts of one process's tensors, until step 0
-        read, expected = rows(pairs[0].ranks), rows(pairs[0].single)
+        read, expected = rows(pairs[0].ranks), rows(pairs[0].single_process)
         if not read or set(read) != set(expected):
             return []
         return compare(case, loss_error, pairs[:1], MinibatchWeights((1.0,)))
@@ -162,14 +162,14 @@ def compare_with_single_process(case: Comparison) -> list[Finding]:
 
 def pair_steps(case: Comparison) -> list[StepPair]:
     """Return the steps of the ranks that have samples of one process."""
-    if case.still:
-        minibatches = [record for record in case.longest
+    if case.frozen_run:
+        minibatches = [record for record in case.longest_single_steps
                        if record["optimizer"] == 0][:case.size]
         return [StepPair(0, case.steps[0], minibatches)]
     pairs = [StepPair(step, records, [single])
              for step, (records, single) in enumerate(
-                 zip(case.steps, case.single, strict=False))]
-    return pairs[:case.compared]
+                 zip(case.steps, case.single_steps, strict=False))]
+    return pairs[:case.compared_steps]
 
 
 def compare(case: Comparison, measure: Measure, pairs: Sequence[StepPair],
@@ -255,7 +255,7 @@ def locate(case: Comparison, measure: Measure, step: int,
     """Say where the ranks part from one process, as far as it was seen."""
     general = ("check what else differs, as the samples are the same: a "
                "scale, a seed, an order, what a mean is taken over")
-    if case.split:
+    if case.hand_sharded:
         general = ("look for a term that is added on every rank, such as a "
                    "bias, or missing: the ranks hold parts of the "
                    "single-process weights, and read its samples")
@@ -267,7 +267,7 @@ def locate(case: Comparison, measure: Measure, step: int,
     text = explain_outputs(case.outputs)
     if not text:
         return general
-    if case.outputs.error or case.split or not case.outputs.agreeing:
+    if case.outputs.error or case.hand_sharded or not case.outputs.agreeing:
         return f"{text}; {general}"
     if case.outputs.first:
         return text
@@ -309,7 +309,7 @@ def explain_later(case: Comparison, step: int, pairs: Sequence[StepPair],
                   of_each: Sequence[float]) -> str:
     """Say why a step after the first differs; "" if nothing tells."""
     previous = pairs[step - 1]
-    if put_together(previous.ranks, "weights").apart:
+    if put_together(previous.ranks, "weights").unequal:
         return (f"this follows from the weights after step {step - 1}, "
                 "which differ between ranks")
     error = weight_error(case, previous, of_each)
@@ -332,8 +332,8 @@ def adds_up(case: Comparison, pair: StepPair, of_each: Sequence[float]
     It assumes that `loss_error` was small: that accepts both.
     """
     mean = sum(losses_of(pair.ranks)) / len(pair.ranks)
-    expected = weighted_sum(of_each, losses_of(pair.single))
-    return abs(mean - expected) > LOSS * case.loosely * abs(expected)
+    expected = weighted_sum(of_each, losses_of(pair.single_process))
+    return abs(mean - expected) > LOSS * case.tolerance_factor * abs(expected)
 
 
 def losses_of(records: StepRecords) -> list[float]:
@@ -344,10 +344,11 @@ def losses_of(records: StepRecords) -> list[float]:
 def explain_backward(case: Comparison, pair: StepPair) -> str:
     """Say whether each rank's own gradients differ, or only their mean."""
     general = "look in the backward pass and in the reduction"
-    expected, own, _ = gradients_of(pair.single, pair.ranks, "sums")
-    if expected is None or len(pair.single) > 1 or not own:
+    expected, own, _ = gradients_of(pair.single_process, pair.ranks, "sums")
+    if expected is None or len(pair.single_process) > 1 or not own:
         return general
-    if off(add_up(own) / case.size, expected) < GRADIENT * case.loosely:
+    error = off(add_up(own) / case.size, expected)
+    if error < GRADIENT * case.tolerance_factor:
         return ("look in the reduction, as the mean of the ranks' own "
                 "gradients matches the single-process run")
     return ("look in the backward pass, as the ranks' own gradients differ "
@@ -359,12 +360,13 @@ def explain_backward(case: Comparison, pair: StepPair) -> str:
 def other_buffers(case: Comparison, pairs: Sequence[StepPair]) -> list[str]:
     """Return the buffers that are not one process's after one of the steps.
     """
-    limit = GRADIENT * case.loosely
+    limit = GRADIENT * case.tolerance_factor
     found: set[str] = set()
     for pair in pairs:
-        if len(pair.single) > 1 or "buffers" not in pair.single[0]:
+        first = pair.single_process[0]
+        if len(pair.single_process) > 1 or "buffers" not in first:
             continue
-        expected = buffers_by_name(pair.single[0])
+        expected = buffers_by_name(first)
         for record in pair.ranks:
             if "buffers" not in record:
                 continue
@@ -392,22 +394,22 @@ def weigh_minibatches(case: Comparison, pair: StepPair) -> MinibatchWeights:
     each weight: fewer could fit by chance. Eight is a choice, not a
     measurement.
     """
-    count = len(pair.single)
+    count = len(pair.single_process)
     alike = [1 / count] * count
-    gradients, each, _ = gradients_of(pair.ranks, pair.single)
+    gradients, each, _ = gradients_of(pair.ranks, pair.single_process)
     if gradients is None:
         return MinibatchWeights(alike)
-    limit = GRADIENT * case.loosely
+    limit = GRADIENT * case.tolerance_factor
     own_means = find_own_means(pair, gradients, limit)
     if own_means:
         finding = None
-        if case.still:
+        if case.frozen_run:
             finding = warn(own_means.cause, own_means.hint,
                            kind="mean-of-means")
         return MinibatchWeights(alike, finding, own_means)
     if count == 1 or are_parallel(gradients, mix(alike, each), limit):
         return MinibatchWeights(alike)
-    targets = [sum(record["counts"]) for record in pair.single]
+    targets = [sum(record["counts"]) for record in pair.single_process]
     whole = [number / max(sum(targets), 1) for number in targets]
     if has_weights(whole, gradients, each, limit):
         return with_finding(whole, gradients, each, limit, ok(
@@ -476,10 +478,12 @@ def find_own_means(pair: StepPair, gradients: torch.Tensor, limit: float
     if not off(here, add_up(own) / len(own)) < limit:
         return None
     _, ours, keys = gradients_of(pair.ranks, pair.ranks, "weighed")
-    _, theirs, others = gradients_of(pair.ranks, pair.single, "weighed")
+    _, theirs, others = gradients_of(pair.ranks, pair.single_process,
+                                     "weighed")
     if keys != others:
         return None
-    if not off(over_all(pair.ranks, ours), over_all(pair.single, theirs)
+    if not off(over_all(pair.ranks, ours),
+               over_all(pair.single_process, theirs)
                ) < limit:
         return None
     part = "microbatch's"
@@ -525,24 +529,26 @@ def loss_error(case: Comparison, pair: StepPair, weights: Sequence[float]
     whole minibatch. A factor is one only if the gradients have the same, to
     15%.
     """
-    if not all(record["losses"] for record in (*pair.ranks, *pair.single)):
+    if not all(record["losses"]
+               for record in (*pair.ranks, *pair.single_process)):
         return None
     losses = losses_of(pair.ranks)
-    expected = weighted_sum(weights, losses_of(pair.single))
+    expected = weighted_sum(weights, losses_of(pair.single_process))
     mean_loss = sum(losses) / len(losses)
-    if abs(sum(losses) - expected) < LOSS * case.loosely * abs(expected):
+    limit = LOSS * case.tolerance_factor
+    if abs(sum(losses) - expected) < limit * abs(expected):
         mean_loss = expected  # each has divided its sum by the whole minibatch
-    first = sum(case.single[0]["losses"])
+    first = sum(case.single_steps[0]["losses"])
     ratio = mean_loss / (expected or TINY)
     factor = None
-    here, each, _ = gradients_of(pair.ranks, pair.single)
+    here, each, _ = gradients_of(pair.ranks, pair.single_process)
     if here is not None:
         multiple = multiple_of(here, mix(weights, each), case.size)
         if multiple and abs(ratio / multiple - 1) < 0.15:
             factor = ratio
     return RelativeError(
         abs(mean_loss - expected) / max(abs(expected), abs(first), TINY),
-        LOSS * case.loosely,
+        LOSS * case.tolerance_factor,
         f"the mean loss is {mean_loss:.6g}, with 1 process {expected:.6g}",
         factor)
 
@@ -555,14 +561,14 @@ def gradient_error(case: Comparison, pair: StepPair,
     process if that is larger: what has converged is but noise. None if they
     differ between the ranks, or one process has none of these parameters.
     """
-    gradients, each, keys = gradients_of(pair.ranks, pair.single)
+    gradients, each, keys = gradients_of(pair.ranks, pair.single_process)
     if gradients is None:
         return None
     expected = mix(weights, each)
     first = put_together([first_step_record(case, pair.ranks)], "gradients")
     scale = max(expected.norm().item(), length(first.tensors), TINY)
     amount = ((gradients - expected).norm() / scale).item()
-    limit = GRADIENT * case.loosely
+    limit = GRADIENT * case.tolerance_factor
     if pair.step:
         limit *= LATER_GRADIENT
     factor = f"{ratio_of(gradients, expected):.3g}"
@@ -597,8 +603,8 @@ def weight_error(case: Comparison, pair: StepPair, weights: Sequence[float]
     None if the weights after the step are not known, or not of the same
     optimizer, or differ between the ranks.
     """
-    records, single = pair.ranks, pair.single
-    if case.still or "weights" not in records[0] or (
+    records, single = pair.ranks, pair.single_process
+    if case.frozen_run or "weights" not in records[0] or (
             single[0]["optimizer"] != records[0]["optimizer"]):
         return None
     first = put_together([first_step_record(case, records)], "before").tensors
@@ -606,14 +612,15 @@ def weight_error(case: Comparison, pair: StepPair, weights: Sequence[float]
     expected = put_together(single, "weights").tensors
     keys = [key for key in expected if key in ranks.tensors and key in first
             and ranks.tensors[key].shape == expected[key].shape]
-    if ranks.apart or not keys:
+    if ranks.unequal or not keys:
         return None
     begin = flat(first, keys)
     moved = flat(ranks.tensors, keys) - begin
     expected_way = flat(expected, keys) - begin
     amount = off(moved, expected_way)
     return RelativeError(
-        amount, min(LARGEST_WEIGHT_LIMIT, WEIGHT_UPDATE * case.loosely),
+        amount, min(LARGEST_WEIGHT_LIMIT,
+                    WEIGHT_UPDATE * case.tolerance_factor),
         f"the weight update has a relative error of {percent(amount)} against "
         "1 process", multiple_of(moved, expected_way, case.size))
 
@@ -626,23 +633,23 @@ MEASURED: dict[Measure, str] = {
 
 def first_step_record(case: Comparison, records: StepRecords) -> StepRecord:
     """Return one process's first step by the same optimizer."""
-    return next(record for record in case.single
+    return next(record for record in case.single_steps
                 if record["optimizer"] == records[0]["optimizer"])
 
 
 def explain_small_error(case: Comparison) -> Explanation | None:
     """Say why the ranks differ by a few per cent though nothing is wrong."""
-    if any(record.batchnorm for record in case.together.all_records):
+    if any(record.batchnorm for record in case.multi_process_run.all_records):
         return Explanation(
             "BatchNorm normalizes by the samples of one process",
             "use nn.SyncBatchNorm.convert_sync_batchnorm(model) on GPUs, "
             "which normalizes by all")
-    if any(record.draws for record in case.together.all_records):
+    if any(record.draws for record in case.multi_process_run.all_records):
         return Explanation(
             "the model draws random numbers, different ones on each rank",
             "switch that off by a flag, if there is one, to compare the rest; "
             "fine if it is meant")
-    if case.still and any(step["mixed"] for step in case.steps[0]):
+    if case.frozen_run and any(step["mixed"] for step in case.steps[0]):
         return Explanation(
             "ranks gather something before backward()", "keep the global "
             "batch size, to compare: a loss that depends on the samples of "

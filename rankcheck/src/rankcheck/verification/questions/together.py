@@ -114,7 +114,7 @@ def averages(case: Comparison) -> list[Finding]:
     text = f"weights are {done} {how_often_equal(equalized)}"
     return [warn(text, "check that this is meant, as local SGD is: in "
                  "between, each rank trains by itself",
-                 learned={"apart": text, "averaged": text},
+                 learned={"skip_reason": text, "averaged": text},
                  kind="averaged-weights")]
 
 
@@ -140,9 +140,9 @@ def buffers(case: Comparison) -> list[Finding]:
     for step, records in enumerate(case.steps):
         whole = put_together(records, "buffers")
         seen = bool(whole.tensors)
-        if not whole.apart:
+        if not whole.unequal:
             continue
-        names = sorted({key.partition(".")[2] for key in whole.apart})
+        names = sorted({key.partition(".")[2] for key in whole.unequal})
         words = "buffers"
         if any("running_" in name for name in names):
             words = "BatchNorm's running statistics"
@@ -180,14 +180,14 @@ def reductions(case: Comparison) -> list[Finding]:
     if few and case.reduces_in_step:
         return [ok("gradients are reduced by the optimizer in its step()",
                    proves=REDUCED, kind="reduced-by-optimizer")]
-    equal = not any(put_together(records, "gradients").apart
+    equal = not any(put_together(records, "gradients").unequal
                     for records in case.steps)
     for step, records in enumerate(case.steps):
         if times[step] >= MOST:
             continue
         if few and have_shared(records, "gradients"):
             break  # in another way
-        if few or put_together(records, "gradients").apart:
+        if few or put_together(records, "gradients").unequal:
             return [not_reduced(case, step, elements[step])]
     findings = []
     if equal:
@@ -305,12 +305,12 @@ def have_shared(records: StepRecords, key: str) -> bool:
     """
     sums = put_together(records, "sums")
     if sums.tensors:
-        different = bool(sums.apart)
+        different = bool(sums.unequal)
     else:
         different = len({(*record["samples"], *record["losses"])
                          for record in records}) > 1
     whole = put_together(records, key)
-    return different and bool(whole.tensors) and not whole.apart
+    return different and bool(whole.tensors) and not whole.unequal
 
 
 def not_reduced(case: Comparison, step: int, elements: int) -> Finding:
@@ -351,7 +351,7 @@ def unused_parameters(case: Comparison) -> list[Finding]:
     keys: set[str] = set()
     for record in flatten(case.steps):
         keys.update(record["without"])
-    keys -= case.split
+    keys -= case.hand_sharded
     if not keys:
         return []
     switched = case.asked("gradient sync")
@@ -419,11 +419,11 @@ def compare_ranks(case: Comparison, key: str, when: str, hint: str,
         whole = put_together(records, key)
         if not whole.tensors:
             return None
-        if whole.apart:
+        if whole.unequal:
             return fail(
                 f"{when} step {step} the {key} of rank "
                 f"{min(whole.differing)} differ from rank 0's: "
-                f"{case.named(whole.apart)}", hint,
+                f"{case.named(whole.unequal)}", hint,
                 ranks=sorted(whole.differing), numbers={"step": step},
                 kind=f"unequal-{key}")
     return ok(f"{key} are equal on all ranks, in "
@@ -458,7 +458,7 @@ def mean_of_ranks(case: Comparison) -> list[Finding]:
     Whether the script has scaled its losses for that is not known, so that a
     factor is a warning.
     """
-    limit = GRADIENT * case.loosely
+    limit = GRADIENT * case.tolerance_factor
     errors = []  # of the mean, in direction
     differ = False  # whether the ranks' own do, so that it is no mean of one
     sums = []  # where a sum is right
@@ -569,7 +569,7 @@ def find_sums(case: Comparison, found: ReducedGradients) -> set[str]:
 
     None of them if the gradients of another parameter are not the mean.
     """
-    limit = GRADIENT * case.loosely
+    limit = GRADIENT * case.tolerance_factor
     sizes = [*found.elements.values()]
     parts = zip(found.elements, torch.split(found.applied, sizes),
                 torch.split(found.mean, sizes), strict=True)
@@ -598,16 +598,18 @@ def is_single_process_gradient(case: Comparison, step: int) -> bool:
     """Return whether a step has the gradients of one process, for the same
     samples: then a sum over the ranks is what it has to be.
     """
-    if case.apart or case.still or step >= len(case.single) or (
-            case.compared is not None and step >= case.compared):
+    if (case.skip_reason or case.frozen_run
+            or step >= len(case.single_steps)):
         return False
-    alone = case.single[step]
-    if not alone["samples"] or sorted(rows(case.steps[step])) != sorted(
-            alone["samples"]):
+    if case.compared_steps is not None and step >= case.compared_steps:
         return False
-    applied, expected, _ = gradients_of(case.steps[step], [alone])
+    single = case.single_steps[step]
+    if not single["samples"] or sorted(rows(case.steps[step])) != sorted(
+            single["samples"]):
+        return False
+    applied, expected, _ = gradients_of(case.steps[step], [single])
     return applied is not None and bool(expected[0].any()) and (
-        off(applied, expected[0]) < GRADIENT * case.loosely)
+        off(applied, expected[0]) < GRADIENT * case.tolerance_factor)
 
 
 def summed(case: Comparison, step: int) -> Finding:
@@ -626,7 +628,8 @@ def summed(case: Comparison, step: int) -> Finding:
     if case.asked("register_comm_hook"):
         advice = ("divide by the number of processes in the communication "
                   "hook, which replaces DDP's average")
-    loss, single_loss = mean_loss(case.steps[0]), mean_loss(case.single[:1])
+    loss = mean_loss(case.steps[0])
+    single_loss = mean_loss(case.single_steps[:1])
     if single_loss and abs(loss / single_loss - 1) < CLOSE < abs(
             case.size * case.rate - 1):
         return fail(f"{text}, not the mean: {case.size} times as large",
