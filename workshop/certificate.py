@@ -15,7 +15,7 @@ from pathlib import Path
 from backstage.errors import UserError, require, visible
 from backstage.files import StrPath, show_path, write_atomically
 from rankcheck.engine.findings import count_of
-from workshop.diff import checked
+from workshop.diff import passed_checks
 from workshop.html import BLUE, may_replace
 from workshop.jobs import interpreter
 from workshop.results import runs
@@ -109,7 +109,7 @@ def list_passed() -> list[Passed]:
 
     A change that was tried alone is none: the whole script has to be right.
     """
-    record = checked.read()
+    record = passed_checks.read()
     found = []
     for stage in LESSONS:
         scripts = record.get(stage)

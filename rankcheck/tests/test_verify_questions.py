@@ -44,15 +44,15 @@ from rankcheck.verification import command, questions
 from rankcheck.verification.comparison import Comparison, find_skips
 from rankcheck.verification.questions import (
     QUESTIONS,
-    begin,
-    left,
+    initial_state,
     nodes,
     optimizers,
     resume,
     samples,
-    single,
+    side_effects,
+    single_process,
+    synchronization,
 )
-from rankcheck.verification.questions import together as together_
 from rankcheck.verification.runs import Runs
 from rankcheck_testing.expected import read_expected
 from rankcheck_testing.verify_cases import CASES as SCRIPTS
@@ -396,33 +396,35 @@ def without_steps(runs):
 # (script, what is changed, the question that sees it, what it finds first)
 CASES = [
     (RIGHT, together(seen(1, discarded=[1]), drops_the_last(1)),
-     begin.skipped_steps, 'FAIL skipped-step step=1 rank=1'),
+     initial_state.skipped_steps, 'FAIL skipped-step step=1 rank=1'),
     (RIGHT, together(seen(0, skipped=[2, 2]), drops_the_last(0)),
-     begin.skipped_steps, 'FAIL skipped-step step=2 rank=0 "GradScaler"'),
-    (RIGHT, untied, begin.parameters,
+     initial_state.skipped_steps,
+     'FAIL skipped-step step=2 rank=0 "GradScaler"'),
+    (RIGHT, untied, initial_state.parameters,
      'FAIL untied-weights "9.weight" "0.weight"'),
-    (RIGHT, one_more, begin.parameters, 'warn extra-parameters "9.weight"'),
-    (RIGHT, in_parts(0, 0), begin.hand_sharded_parts,
+    (RIGHT, one_more, initial_state.parameters,
+     'warn extra-parameters "9.weight"'),
+    (RIGHT, in_parts(0, 0), initial_state.hand_sharded_parts,
      'FAIL equal-shards "0.bias"'),
-    (RIGHT, average_of_each_microbatch, left.averages,
+    (RIGHT, average_of_each_microbatch, side_effects.averages,
      "FAIL averaged-weights-differ"),
     (RIGHT, draws_too_much, samples.samples,
      "warn dropped-samples rank=0 drawn=96 samples=48"),
-    (RIGHT, begins_with_the_last, begin.leftovers,
+    (RIGHT, begins_with_the_last, initial_state.leftovers,
      'FAIL reused-files "model.pt"'),
-    (RIGHT, on(1, step=2, losses=[math.nan]), begin.numbers,
+    (RIGHT, on(1, step=2, losses=[math.nan]), initial_state.numbers,
      "FAIL nonfinite-loss step=2"),
-    (RIGHT, on(0, step=0, before=times(math.nan)), begin.numbers,
+    (RIGHT, on(0, step=0, before=times(math.nan)), initial_state.numbers,
      'FAIL nonfinite-weights "0.weight"'),
-    (RIGHT, on_all(gradients=times(0.0)), begin.numbers,
+    (RIGHT, on_all(gradients=times(0.0)), initial_state.numbers,
      "warn zero-gradients"),
-    (RIGHT, alone, begin.process_group, "FAIL no-process-group"),
-    (RIGHT, on(1, step=0, before=times(1.5)), begin.start,
+    (RIGHT, alone, initial_state.process_group, "FAIL no-process-group"),
+    (RIGHT, on(1, step=0, before=times(1.5)), initial_state.start,
      'FAIL unequal-initial-weights rank=1 "0.weight"'),
-    (RIGHT, on_all(step=0, before=times(1.5)), begin.start,
+    (RIGHT, on_all(step=0, before=times(1.5)), initial_state.start,
      "warn other-initial-weights"),
     (RIGHT, together(on_all(step=0, before=sharded), fails_again),
-     begin.start, 'warn initial-weights-not-compared "it is full"'),
+     initial_state.start, 'warn initial-weights-not-compared "it is full"'),
     (RIGHT, one_sample, samples.samples, "warn identical-samples"),
     (RIGHT, together(shared(16), on_all(losses=[1.0])), samples.samples,
      "FAIL same-samples"),
@@ -441,43 +443,44 @@ CASES = [
      'warn unequal-learning-rates "rank 1" "0.05" "0.1"'),
     (RIGHT, seen(1, asked=instead("sampler", (2, 1, ""))), samples.samplers,
      'FAIL unequal-samplers "seeds"'),
-    (AVERAGED, lambda runs: None, together_.averages,
+    (AVERAGED, lambda runs: None, synchronization.averages,
      'warn averaged-weights "2"'),
-    (RIGHT, own_gradients, together_.reductions,
+    (RIGHT, own_gradients, synchronization.reductions,
      "FAIL not-reduced step=0 reduced=0 elements=10801"),
-    (RIGHT, on_all(reduced=lambda number: 1.7 * number), together_.reductions,
+    (RIGHT, on_all(reduced=lambda number: 1.7 * number),
+     synchronization.reductions,
      "warn reduced-repeatedly times=1.7"),
     (RIGHT, on(1, step=1, without=["Sequential:3.bias"]),
-     together_.unused_parameters, 'warn unused-parameters "3.bias"'),
-    (RIGHT, on(1, step=2, gradients=times(1.1)), together_.equal_ranks,
+     synchronization.unused_parameters, 'warn unused-parameters "3.bias"'),
+    (RIGHT, on(1, step=2, gradients=times(1.1)), synchronization.equal_ranks,
      'FAIL unequal-gradients step=2 rank=1 "0.weight"'),
-    (RIGHT, on(1, step=2, weights=times(1.1)), together_.equal_ranks,
+    (RIGHT, on(1, step=2, weights=times(1.1)), synchronization.equal_ranks,
      'FAIL unequal-weights step=2 rank=1 "0.weight"'),
-    (RIGHT, on_all(gradients=times(0.5)), together_.mean_of_ranks,
+    (RIGHT, on_all(gradients=times(0.5)), synchronization.mean_of_ranks,
      "warn scaled-gradients step=0 factor=0.5"),
-    (RIGHT, summed_by_hooks, together_.mean_of_ranks,
+    (RIGHT, summed_by_hooks, synchronization.mean_of_ranks,
      "FAIL summed-gradients step=0"),
-    (RIGHT, one_summed, together_.mean_of_ranks,
+    (RIGHT, one_summed, synchronization.mean_of_ranks,
      'warn partly-summed-gradients step=0 "0.weight"'),
-    (RIGHT, one_changed, together_.mean_of_ranks,
+    (RIGHT, one_changed, synchronization.mean_of_ranks,
      "warn not-the-mean step=0"),
-    (RIGHT, of_rank_0_alone, together_.mean_of_ranks,
+    (RIGHT, of_rank_0_alone, synchronization.mean_of_ranks,
      "FAIL gradients-of-one-rank step=0 rank=0"),
     (RIGHT, on_all(step=1, losses=lambda losses: [2 * losses[0]]),
-     single.compare_with_single_process, "FAIL losses-differ step=1"),
+     single_process.compare_with_single_process, "FAIL losses-differ step=1"),
     (RIGHT, on_all(step=0, gradients=times(0.5), local=times(0.5)),
-     single.compare_with_single_process,
+     single_process.compare_with_single_process,
      "FAIL gradients-differ step=0 factor=0.5"),
     (RIGHT, on_all(step=3, weights=times(1.01)),
-     single.compare_with_single_process, "FAIL weights-differ step=3"),
+     single_process.compare_with_single_process, "FAIL weights-differ step=3"),
     (RIGHT, together(on(0, buffers=functools.partial(buffered, 0)),
                      on(1, buffers=functools.partial(buffered, 1))),
-     together_.buffers, 'warn unequal-buffers step=0 "BatchNorm"'),
-    (RIGHT, copied, left.copies, "warn unequal-copies"),
+     synchronization.buffers, 'warn unequal-buffers step=0 "BatchNorm"'),
+    (RIGHT, copied, side_effects.copies, "warn unequal-copies"),
     (RIGHT, together(seen(0, written={"/tmp/log": 7}),
                      seen(1, written={"/tmp/log": 7})),
-     left.files, 'FAIL shared-files line=7 "log"'),
-    (RIGHT, prints, left.files, "warn repeated-output"),
+     side_effects.files, 'FAIL shared-files line=7 "log"'),
+    (RIGHT, prints, side_effects.files, "warn repeated-output"),
     (RIGHT, together(told(0, weight_decay=(0.05,)), told(
         1, weight_decay=(0.05,))), optimizers.settings,
      'FAIL optimizer-setting "weight decay" "0.05" "0.weight, 0.bias, '
@@ -513,7 +516,7 @@ CASES = [
      'FAIL error rank=0 "no such GPU"'),
     (RIGHT, without_steps, nodes.as_two_nodes, "FAIL no-step"),
 ]
-DRAWN = together_.same_numbers  # finds something with all of these bases
+DRAWN = synchronization.same_numbers  # finds something with all of these bases
 
 
 def name_case(value):
@@ -525,7 +528,7 @@ def name_case(value):
                          ids=name_case)
 def test_a_mistake(answers, name, change, question, finds):
     found = answers(name, change)
-    sharded = question is begin.hand_sharded_parts
+    sharded = question is initial_state.hand_sharded_parts
     assert (DRAWN in found) or name != RIGHT or sharded
     expected = read_expected(finds)
     assert expected, f"not of the form: {finds}"
@@ -576,7 +579,7 @@ def test_an_average_follows_weights_that_differ(answers):
     found = answers(RIGHT, together(
         average_of_each_microbatch, seen(0, batchnorm=True),
         on_all(step=3, weights=times(1.3))))
-    assert left.averages not in found
+    assert side_effects.averages not in found
 
 
 def test_a_parameter_of_one_number_may_be_a_part(answers):
@@ -654,7 +657,7 @@ def test_buffers_that_no_checkpoint_has_are_a_ranks_own():
 
 def test_a_model_that_is_wrapped_is_not_to_be_wrapped(answers):
     found = answers(RIGHT, own_gradients)
-    advice = found[together_.reductions].advice
+    advice = found[synchronization.reductions].advice
     assert "no_sync()" in advice and "model.module(" not in advice
 
 
@@ -696,7 +699,7 @@ def test_what_is_right_is_not_refused(answers):
         sharded = read_expected("warn hand-sharded-parameters parameters=1")
         assert split == sharded.is_in(found), found
     # a part that another rank has is no copy
-    assert left.copies not in answers(RIGHT, together(*fewer, copied))
+    assert side_effects.copies not in answers(RIGHT, together(*fewer, copied))
     found = answers(MORE, shared(1)).values()
     assert {finding.verdict for finding in found} == {"warn"}
     assert read_expected("warn shared-samples shared=4 samples=256").is_in(
@@ -727,7 +730,7 @@ def test_a_loss_that_follows_from_weights_that_differ(answers):
     found = answers(RIGHT, together(
         on(1, step=0, weights=times(1.1)),
         on_all(step=1, losses=lambda losses: [2 * losses[0]])))
-    finding = found[single.compare_with_single_process]
+    finding = found[single_process.compare_with_single_process]
     assert read_expected("FAIL losses-differ step=1").matches(finding)
     assert "0" in finding.advice and "weights" in finding.advice
 
@@ -742,7 +745,8 @@ def test_a_sum_that_is_one_processs_gradient_is_right(
     changes = [on_all(step=number, **halves) for number in range(4)]
     if verdict:
         changes[step] = on_all(step=step, **wrong)
-    found = answers(RIGHT, together(*changes)).get(together_.mean_of_ranks)
+    found = answers(RIGHT, together(*changes)).get(
+        synchronization.mean_of_ranks)
     assert (found and found.verdict) == verdict, found
     assert not found or found.numbers["step"] == step
 
@@ -768,7 +772,7 @@ def test_unused_parameters_of_which_DDP_was_told(answers):
     found = answers(RIGHT, together(
         on(1, step=1, without=["Sequential:3.bias"]),
         seen(1, asked=instead("DistributedDataParallel", True))))
-    assert together_.unused_parameters not in found
+    assert synchronization.unused_parameters not in found
 
 
 def of_few(runs):
@@ -917,7 +921,7 @@ def test_samples_that_one_process_does_not_show(answers):
 
 def test_a_factor_of_one_is_none(answers):
     found = answers(RIGHT, on_all(step=0, gradients=times(1.002)))
-    finding = found[single.compare_with_single_process]
+    finding = found[single_process.compare_with_single_process]
     assert finding.kind == "gradients-differ" and "0.2%" in finding.text
 
 
@@ -1100,7 +1104,7 @@ def test_an_optimizer_that_reduces_nothing_more(recorded, change):
     """As the second of two, after which a backward pass comes anew."""
     runs = recorded(RIGHT)
     change(runs)
-    found = questions.together.reductions(
+    found = questions.synchronization.reductions(
         Comparison(None, runs[1, ""], runs[2, ""]))
     assert read_expected("ok reduced times=1").matches(found[0])
 
@@ -1108,7 +1112,7 @@ def test_an_optimizer_that_reduces_nothing_more(recorded, change):
 def test_what_is_gathered_or_sent_is_no_reduction(recorded):
     runs = recorded(RIGHT)
     on_all(reduced=0)(runs)
-    found, = questions.together.reductions(
+    found, = questions.synchronization.reductions(
         Comparison(None, runs[1, ""], runs[2, ""]))
     assert found.kind == "reduced-by-script"
 
@@ -1118,7 +1122,7 @@ def test_a_sharded_parameter_has_no_gradient_before_it_is_reduced(recorded):
     runs = recorded(RIGHT)
     together(on_all(reduced=0, gradients=sharded),
              seen(0, asked=lambda log: [*log, ("fully_shard", True)]))(runs)
-    found, = questions.together.reductions(
+    found, = questions.synchronization.reductions(
         Comparison(None, runs[1, ""], runs[2, ""]))
     assert found.kind == "reduced-by-fsdp"
 

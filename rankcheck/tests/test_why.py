@@ -22,10 +22,10 @@ from rankcheck.system.errors import UserError
 from rankcheck.system.hook import HOOK
 from rankcheck.system.sources import Sources, find_callee
 from rankcheck.why import calls, command, evidence, jobs, start, watcher
+from rankcheck.why.describe import describe
 from rankcheck.why.evidence import collect
 from rankcheck.why.judge import RULES, find_last, judge
 from rankcheck.why.ranks import Rank
-from rankcheck.why.seen import describe
 from rankcheck.why.watcher import MARK
 from rankcheck_testing.evidence import (
     Said,

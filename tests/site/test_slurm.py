@@ -424,8 +424,8 @@ def test_a_job_runs_the_working_copy(slurm):
     script = slurm.repo / "code" / "train_gpt2.py"
     with slurm.counting("lit"), holding(script, f"{COUNTS}# mine\n"):
         slurm(sys.executable, "-c",
-              "import sys; from workshop.diff import checked\n"
-              "checked.record('lit', sys.argv[1].encode())", COUNTS,
+              "import sys; from workshop.diff import passed_checks\n"
+              "passed_checks.record('lit', sys.argv[1].encode())", COUNTS,
               PYTHONPATH=str(slurm.repo))
         job = slurm.submit("lit-1n1g", "--max-steps", 0)
         end = slurm.wait(job)

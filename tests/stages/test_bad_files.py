@@ -59,7 +59,7 @@ from rankcheck.engine import scratch
 from rankcheck.engine.ranks import launch
 from rankcheck.system import errors
 from solutions import train_gpt2_std as std
-from workshop.diff import checked
+from workshop.diff import passed_checks
 from workshop.instructor import classroom
 from workshop.results import profile, runs
 from workshop.vocabulary import save_vocabulary
@@ -176,9 +176,9 @@ def read_class(file):
 def read_checked(file):
     """Of a record that is none, nothing is known."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checked, "RECORD", file)
-        checked.last_passed("ddp")
-        return checked.has_passed("ddp", b"x")
+        patch.setattr(passed_checks, "RECORD", file)
+        passed_checks.last_passed("ddp")
+        return passed_checks.has_passed("ddp", b"x")
 
 
 def read_ladder(file):
@@ -264,7 +264,8 @@ READERS = {
         "mistake": "it hangs"}, read_class, lambda people: all(
             0 <= one.since < 1e11 and {*one.left} <= {*range(1, 99)}
             and one.right in (None, True, False) for one in people)),
-    "checked": Reader(".checked.json", {"ddp": {checked.digest(b"x"): "now"}},
+    "checked": Reader(".checked.json",
+                      {"ddp": {passed_checks.digest(b"x"): "now"}},
                       read_checked, lambda passed: passed in (True, False)),
 }
 

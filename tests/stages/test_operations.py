@@ -39,7 +39,7 @@ from backstage.checkpoint import (
 from backstage.errors import explain
 from backstage.record import COLUMNS, RECORD, Metrics
 from backstage.run import Run
-from workshop.diff import backups, checked, working_copy
+from workshop.diff import backups, passed_checks, working_copy
 from workshop.diff.diff import Diff
 from workshop.stages import STAGES
 from workshop.vocabulary import save_vocabulary
@@ -397,14 +397,15 @@ def test_what_has_passed_the_check(tmp_path, use_working_copy, monkeypatch):
     """The record of other stages stays, or a warning says which is lost."""
     def prepare(folder):
         script = use_working_copy(folder, STD)
-        monkeypatch.setattr(checked, "RECORD", script.parent / ".checked.json")
-        checked.record("mpi", OLD)
-        return lambda: checked.record("ddp", NEW)
+        monkeypatch.setattr(passed_checks, "RECORD",
+                            script.parent / ".checked.json")
+        passed_checks.record("mpi", OLD)
+        return lambda: passed_checks.record("ddp", NEW)
 
     def judge(folder, end):
         assert not end.failed  # the check itself has passed
-        assert checked.has_passed("mpi", OLD)
-        done = checked.has_passed("ddp", NEW)
+        assert passed_checks.has_passed("mpi", OLD)
+        done = passed_checks.has_passed("ddp", NEW)
         if not end.killed:
             assert done != ("does not know of this check" in end.warned)
         files.remove_parts(folder / "code")

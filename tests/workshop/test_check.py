@@ -31,7 +31,7 @@ from workshop.check import plan, questions
 from workshop.check.command import check
 from workshop.check.questions import ask
 from workshop.check.stage_runs import Bench
-from workshop.diff import checked, documents
+from workshop.diff import documents, passed_checks
 from workshop.diff.diff import Diff
 from workshop.instructor import classroom
 from workshop.stages import STAGES
@@ -75,7 +75,8 @@ def test_a_script_of_the_table(case):
 def test_one_change_alone(tmp_path, capsys, monkeypatch, stage, title, finds):
     """The script of the stage before, with all other changes made."""
     seen = []
-    monkeypatch.setattr(checked, "record", lambda *words: seen.append(words))
+    monkeypatch.setattr(passed_checks, "record",
+                        lambda *words: seen.append(words))
     script = tmp_path / "train_gpt2.py"
     before = STAGES[STAGES[stage].after].solution.read_text()
     script.write_text(before)
@@ -207,7 +208,8 @@ def test_an_error_of_the_check_itself_is_no_verdict(
         tmp_path, capsys, monkeypatch):
     """Neither on the script, nor for the class; the exit status is 2."""
     noted = []
-    monkeypatch.setattr(checked, "record", lambda *what: noted.append(what))
+    monkeypatch.setattr(passed_checks, "record",
+                        lambda *what: noted.append(what))
     monkeypatch.setattr(
         classroom, "note", lambda *what, **more: noted.append(what))
     broken = [replace(question, answer=lambda examined: examined.nothing)
@@ -231,7 +233,8 @@ def test_saved_during_the_check(tmp_path, temporary, capfd, monkeypatch):
     The table stands above the verdict.
     """
     seen = []
-    monkeypatch.setattr(checked, "record", lambda *words: seen.append(words))
+    monkeypatch.setattr(passed_checks, "record",
+                        lambda *words: seen.append(words))
     script = edited(tmp_path, "ddp", (
         "import math\n", "import math\nimport mine\n"))
     data = script.read_bytes()

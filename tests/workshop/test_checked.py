@@ -6,7 +6,7 @@ import pytest
 from conftest import copy_course, edit, python
 
 from backstage.files import show_path
-from workshop.diff import checked, documents, render, working_copy
+from workshop.diff import documents, passed_checks, render, working_copy
 from workshop.diff.diff import Diff
 from workshop.stages import STAGES
 
@@ -27,25 +27,26 @@ def script(tmp_path, monkeypatch):
     # WORKING_COPY is in the repository
     monkeypatch.setattr(render, "link", str)
     monkeypatch.setattr(render, "link_lines", str)
-    monkeypatch.setattr(checked, "RECORD", file.with_name(".checked.json"))
+    monkeypatch.setattr(passed_checks, "RECORD",
+                        file.with_name(".checked.json"))
     return file
 
 
 def passes(script, text, stage="ddp"):
     """Make the script the working copy, and let it have passed the check."""
     script.write_text(text)
-    checked.record(stage, script.read_bytes())
+    passed_checks.record(stage, script.read_bytes())
 
 
 def has_passed(script, stage="ddp"):
-    return checked.has_passed(stage, script.read_bytes())
+    return passed_checks.has_passed(stage, script.read_bytes())
 
 
 def test_a_script_passes_is_edited_and_passes_again(script):
     script.write_text(DDP)
-    assert not has_passed(script) and not checked.last_passed("ddp")
+    assert not has_passed(script) and not passed_checks.last_passed("ddp")
     passes(script, DDP)
-    assert has_passed(script) and checked.last_passed("ddp")
+    assert has_passed(script) and passed_checks.last_passed("ddp")
     assert not has_passed(script, "lit")
     script.write_text(OWN)
     assert not has_passed(script)
@@ -58,7 +59,7 @@ def test_a_script_passes_is_edited_and_passes_again(script):
 
 
 def test_a_record_that_cannot_be_written_is_one_line(script, capsys):
-    checked.RECORD.mkdir()
+    passed_checks.RECORD.mkdir()
     passes(script, DDP)
     said = capsys.readouterr().err
     assert re.fullmatch(r"warning: \S+/.checked.json does not know .*\n", said)

@@ -151,7 +151,7 @@ def test_a_notebook_gets_a_sites_slurm_back(monkeypatch):
     "freeze()", "why_job()", "cancel()", "difference('std', 'no')"])
 def test_a_cell_without_a_cluster_says_so_in_a_line(call, monkeypatch):
     from workshop.notebook import cells
-    from workshop.notebook.shown import COMPLAINT
+    from workshop.notebook.output import COMPLAINT
 
     monkeypatch.delenv("SLURM_CONF", raising=False)
     text = eval(call, vars(cells)).more[COMPLAINT]

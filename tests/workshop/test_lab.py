@@ -91,7 +91,7 @@ def test_what_is_written_fits_half_a_page(page):
 
 def passes(repo):
     """As if the script had passed the check for ddp."""
-    python(repo, "-c", "from workshop.diff.checked import record\n"
+    python(repo, "-c", "from workshop.diff.passed_checks import record\n"
            "from workshop.stages import WORKING_COPY\n"
            "record('ddp', WORKING_COPY.read_bytes())")
 

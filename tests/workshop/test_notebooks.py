@@ -26,11 +26,11 @@ from notebooks.experiments import hangs, your_model
 from rankcheck.engine.ranks import launch
 from rankcheck.verification.command import verify
 from slides import figures, schedules
-from workshop.diff import checked, documents, page, render, working_copy
+from workshop.diff import documents, page, passed_checks, render, working_copy
 from workshop.diff.diff import Diff
 from workshop.notebook import cells, following, frontend, magics, pictures
 from workshop.notebook import lab as opener
-from workshop.notebook.shown import COMPLAINT, Shown
+from workshop.notebook.output import COMPLAINT, Shown
 from workshop.results import plot as panels
 from workshop.stages import LESSONS, STAGES
 
@@ -286,7 +286,7 @@ def test_where_one_is(tmp_path, monkeypatch, snapshot):
     """Each state of the script, what has passed a check, and the runs."""
     script = tmp_path / "train_gpt2.py"
     monkeypatch.setattr(working_copy, "WORKING_COPY", script)
-    monkeypatch.setattr(checked, "RECORD", tmp_path / "checked.json")
+    monkeypatch.setattr(passed_checks, "RECORD", tmp_path / "checked.json")
     monkeypatch.setattr(working_copy.runs, "RUNS", ROOT / "example-logs")
 
     def now(text):
@@ -297,8 +297,8 @@ def test_where_one_is(tmp_path, monkeypatch, snapshot):
     said = [now(text).text for text in (
         std.read_text(), *(Diff("ddp", std).apply(numbers) for numbers in (
             [1, 2], range(3, 14))), ddp.read_text())]
-    checked.record("ddp", script.read_bytes())
-    shown, when = now(ddp.read_text()), checked.last_passed("ddp")[:16]
+    passed_checks.record("ddp", script.read_bytes())
+    shown, when = now(ddp.read_text()), passed_checks.last_passed("ddp")[:16]
     snapshot("journey.txt", "\n".join([*said, shown.text]))
     assert f"<td>{when}</td>" in shown.html
     snapshot("journey.html", shown.html.replace(when, "today"))

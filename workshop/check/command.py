@@ -18,7 +18,7 @@ from rankcheck.engine.workspace import open_workspace
 from workshop.board import Terminal
 from workshop.check import localise
 from workshop.check.lines import lines_as_in
-from workshop.diff import backups, checked
+from workshop.diff import backups, passed_checks
 from workshop.diff.diff import Diff, Script
 from workshop.diff.render import advice
 from workshop.instructor import classroom
@@ -110,7 +110,7 @@ def check(stage: str, script: str | Path = WORKING_COPY, verbose: bool = False,
     if one is None:
         note_whole_check(stage, data, report)
     elif report.ok and not report.warnings:  # else it would count as made
-        checked.record(f"{stage} {one.number}", data)
+        passed_checks.record(f"{stage} {one.number}", data)
     return report
 
 
@@ -131,7 +131,7 @@ def note_whole_check(stage: str, data: bytes, report: Report) -> None:
     if report.internal_errors:
         return
     if report.ok:
-        checked.record(stage, data)
+        passed_checks.record(stage, data)
     titles = [finding.question for finding in report.failures]
     classroom.note(stage, right=report.ok, mistake="".join(titles[:1]))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from backstage.errors import visible
 from backstage.files import show_path
-from workshop.diff import checked, working_copy
+from workshop.diff import passed_checks, working_copy
 from workshop.diff.diff import Diff, Edit, Left
 from workshop.diff.page import (
     KEEP_IN_SIGHT,
@@ -39,7 +39,7 @@ def wants_hints(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_checked(diff: Diff) -> bool:
-    return checked.has_passed(diff.stage, diff.yours.data)
+    return passed_checks.has_passed(diff.stage, diff.yours.data)
 
 
 def split(diff: Diff) -> tuple[list[Left], list[Left]]:

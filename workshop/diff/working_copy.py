@@ -14,7 +14,7 @@ from pathlib import Path
 from backstage.errors import UserError, require, visible
 from backstage.files import show_path
 from rankcheck.system.errors import read_regular
-from workshop.diff import checked
+from workshop.diff import passed_checks
 from workshop.diff.backups import (
     applied_after,
     backups,
@@ -37,11 +37,11 @@ def proven(diff: Diff) -> list[Left]:
 
     A change that is not made at all may pass a check, too.
     """
-    if checked.has_passed(diff.stage, diff.yours.data):
+    if passed_checks.has_passed(diff.stage, diff.yours.data):
         return diff.left
     numbers = {item.number for item in diff.left}
     return [item for item in diff.left
-            if diff.own_lines({item.number}) and checked.has_passed(
+            if diff.own_lines({item.number}) and passed_checks.has_passed(
                 f"{diff.stage} {item.number}",
                 diff.apply(numbers - {item.number}).encode())]
 
@@ -227,8 +227,8 @@ def choose(stage: str) -> tuple[Path, str]:
     if stage not in LESSONS:
         return solution, instead
     try:
-        script, when = Script(WORKING_COPY), checked.last_passed(stage)
-        if checked.has_passed(stage, script.data):
+        script, when = Script(WORKING_COPY), passed_checks.last_passed(stage)
+        if passed_checks.has_passed(stage, script.data):
             return WORKING_COPY, (
                 f"script    {shown}, which has passed the check")
         require(when, f"{shown} has never passed the check for {stage}")
@@ -253,7 +253,7 @@ def done() -> list[tuple[str, str, str, int]]:
     count = Counter(run.stage for run in found)
     together = Counter(map(first_lesson, LESSONS))
     return [(stage, find(stage).title,
-             (checked.last_passed(stage) or "")[:16], count[stage])
+             (passed_checks.last_passed(stage) or "")[:16], count[stage])
             for stage in sorted(LESSONS, key=lambda name: -together[
                 first_lesson(name)])]
 
@@ -281,7 +281,7 @@ def what_next() -> tuple[str, list[str]]:
         diff = min(begun, key=lambda diff: len(diff.others))
         return (f"Your script is on its way to {diff.stage}: {len(diff.left)} "
                 f"of {diff.total} changes are left.", [diff.stage])
-    if stage in LESSONS and not checked.has_passed(stage, script.data):
+    if stage in LESSONS and not passed_checks.has_passed(stage, script.data):
         return (f"Your script is {stage}, and this version has not passed the "
                 f'check: `python -m workshop check {stage}`', [stage])
     return (f"Your script is {stage}" + ", checked" * (stage in LESSONS)

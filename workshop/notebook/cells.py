@@ -34,8 +34,7 @@ from workshop.notebook.cluster import (  # noqa: F401
     why_job,
 )
 from workshop.notebook.jobs import log, queue, slurm, submit  # noqa: F401
-from workshop.notebook.planted import plant, unplant, why  # noqa: F401
-from workshop.notebook.shown import (
+from workshop.notebook.output import (
     Shown,
     as_table,
     in_one_line,
@@ -47,6 +46,7 @@ from workshop.notebook.shown import (
     split_words,
     table,
 )
+from workshop.notebook.planted_fault import plant, unplant, why  # noqa: F401
 from workshop.results import arithmetic
 from workshop.results import runs as results
 from workshop.results.limit import scaling_limits

@@ -16,7 +16,7 @@ from workshop.cluster.control import Cluster
 from workshop.cluster.settings import find_place
 from workshop.diff import page
 from workshop.html import paragraph
-from workshop.notebook import planted, shown
+from workshop.notebook import output, planted_fault
 from workshop.results import runs as results
 
 # A variable: the configuration of the site's SLURM, while the cluster is used
@@ -96,7 +96,7 @@ def require_cluster() -> None:
             "`cluster(\"up\")` starts one")
 
 
-@shown.in_one_line
+@output.in_one_line
 def cluster(action="status", node=""):
     """Start a SLURM on this machine, look at it, or end it.
 
@@ -117,12 +117,12 @@ def cluster(action="status", node=""):
     use_cluster()
     parts = own.parts()
     if not parts:
-        return shown.show_text("No cluster is up on this machine.")
+        return output.show_text("No cluster is up on this machine.")
     states = own.ask_states()
     rows = [("part", "runs", "SLURM says")]
     rows += [(part.name, "yes" if part.runs else "NO",
               states.get(part.name, "")) for part in parts]
-    return shown.as_table(rows, "words")
+    return output.as_table(rows, "words")
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
@@ -161,7 +161,7 @@ def newest_job() -> Job:
     return jobs[0]
 
 
-@shown.in_one_line
+@output.in_one_line
 def watch(words, times=1, seconds=600):
     """Show my newest job's log until it has these words, or the job ends.
 
@@ -169,7 +169,7 @@ def watch(words, times=1, seconds=600):
     """
     require_cluster()
     job, end = newest_job(), time.monotonic() + seconds
-    show = shown.live(lambda: show_log(job))
+    show = output.live(lambda: show_log(job))
     show(now=True)
     while time.monotonic() < end:
         job = newest_job()
@@ -180,15 +180,15 @@ def watch(words, times=1, seconds=600):
     show(now=True)
 
 
-def show_log(job: Job) -> shown.Shown:
+def show_log(job: Job) -> output.Shown:
     """Show the end of a job's log, below its state."""
     lines = job.read_log().rstrip().split("\n")[-TAIL:]
     state = job.describe()
     text = f"{show_path(job.log)}:\n" + "\n".join(lines)
-    return shown.show_output(text, above=paragraph(page.quote(state)))
+    return output.show_output(text, above=paragraph(page.quote(state)))
 
 
-@shown.in_one_line
+@output.in_one_line
 def freeze():
     """Stop one rank of my newest job, on its last node, as if it hung.
 
@@ -202,7 +202,7 @@ def freeze():
     pattern = rf"train_gpt2.*-{job.number}( |$)"
     ask("srun", f"--jobid={job.number}", "--overlap", f"--nodelist={last}",
         "--nodes=1", "--ntasks=1", "pkill", "-STOP", "--newest", "-f", pattern)
-    show = shown.live(lambda: show_log(job))
+    show = output.live(lambda: show_log(job))
     size, since = -1, time.monotonic()
     while time.monotonic() - since < STANDS_STILL:
         now = len(job.read_log())
@@ -212,15 +212,15 @@ def freeze():
         time.sleep(1)
 
 
-@shown.in_one_line
+@output.in_one_line
 def why_job():
     """Ask why my newest job hangs or has ended."""
     require_cluster()
-    shown.run_and_show("-m", "workshop", "why", newest_job().number,
-                       view=planted.reason)
+    output.run_and_show("-m", "workshop", "why", newest_job().number,
+                       view=planted_fault.reason)
 
 
-@shown.in_one_line
+@output.in_one_line
 def cancel():
     """End all my jobs on the cluster of this machine, and wait for that."""
     require_cluster()
@@ -228,10 +228,10 @@ def cancel():
     end = time.monotonic() + PATIENCE
     while ask("squeue", "--me", "-h") and time.monotonic() < end:
         time.sleep(0.5)
-    return shown.show_text("All jobs are cancelled.")
+    return output.show_text("All jobs are cancelled.")
 
 
-@shown.in_one_line
+@output.in_one_line
 def difference(first, then):
     """How far the losses of my newest runs of two batch files differ."""
     one, other = newest_run(first), newest_run(then)
@@ -244,7 +244,7 @@ def difference(first, then):
     for run in one, other:
         rows.append((show_path(run.folder), str(run.world_size),
                      str(len(run.rows)), f"{run.rows[-1]['loss']:.6f}"))
-    return shown.as_table(rows, notes=[
+    return output.as_table(rows, notes=[
         f"Of {steps} steps, the losses differ by {most:.1e} at most "
         "(relative)."])
 

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from backstage import ROOT
-from workshop.diff import checked, page
+from workshop.diff import page, passed_checks
 from workshop.notebook import frontend
-from workshop.notebook.shown import Shown
+from workshop.notebook.output import Shown
 from workshop.stages import WORKING_COPY
 
 Saved = list[tuple[Path, int, int, int]]  # see `saved_at`
@@ -120,7 +120,7 @@ def saves(seen: Saved) -> Iterator[bool]:
 def saved_at() -> Saved:
     """What changes whenever the script is saved, or has passed a check."""
     states = []
-    for path in (WORKING_COPY, checked.RECORD):
+    for path in (WORKING_COPY, passed_checks.RECORD):
         with contextlib.suppress(OSError):
             it = path.stat()
             states.append((path, it.st_mtime_ns, it.st_size, it.st_ino))

@@ -14,7 +14,7 @@ from workshop.jobs import interpreter
 from workshop.jobs.doctor import ask_slurm
 from workshop.notebook import frontend
 from workshop.notebook.cluster import run, use_cluster
-from workshop.notebook.shown import (
+from workshop.notebook.output import (
     in_one_line,
     show_output,
     show_text,

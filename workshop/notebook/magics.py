@@ -12,7 +12,7 @@ from backstage.errors import UserError
 from workshop.diff import page
 from workshop.jobs import interpreter
 from workshop.notebook import frontend, pictures
-from workshop.notebook.shown import complaint, live, show_output
+from workshop.notebook.output import complaint, live, show_output
 
 
 def ranks(line: str, cell: str) -> None:

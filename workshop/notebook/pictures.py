@@ -14,7 +14,7 @@ from typing import Any
 
 from workshop.board import Board
 from workshop.html import paragraph
-from workshop.notebook.shown import table
+from workshop.notebook.output import table
 
 # one a process; white words can be read on them, they are seen in both themes,
 # and red-green blind people tell them apart

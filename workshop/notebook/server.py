@@ -35,7 +35,7 @@ from notebooks.course_messages import (
 )
 from workshop.jobs.interpreter import PACKAGES
 from workshop.notebook import cells, frontend, magics
-from workshop.notebook.shown import Shown, complaint
+from workshop.notebook.output import Shown, complaint
 
 PATIENCE = 10.0  # seconds for a call to end once the kernel has ended
 

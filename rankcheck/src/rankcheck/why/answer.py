@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankcheck.engine.findings import Finding
+from rankcheck.why.describe import describe
 from rankcheck.why.evidence import UNWATCHED
 from rankcheck.why.judge import judge
 from rankcheck.why.process_record import Call, Ended
 from rankcheck.why.ranks import Rank, pluralize
-from rankcheck.why.seen import describe
 
 if TYPE_CHECKING:
     from rankcheck.system.sources import Stack

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rankcheck.engine.findings import Finding
 from rankcheck.engine.waits import find_cycle, find_stuck
 from rankcheck.system.sources import is_mpi_call
-from rankcheck.why import seen
+from rankcheck.why import describe
 from rankcheck.why.ranks import (
     PATIENCE,
     SOON,
@@ -106,7 +106,7 @@ def judge(ranks: Sequence[Rank],
                 return judge(later)
         return Finding("FAIL", [diagnosis.sentence], [advice], kind=fault,
                        ranks=[*diagnosis.blamed])
-    return seen.report(job)
+    return describe.report(job)
 
 
 def is_same(diagnosis: Diagnosis, later: Diagnosis | None) -> bool:
@@ -275,11 +275,12 @@ def compare_calls(job: Job, calls: Calls,
     even = RankNumbers(number for number, value in values.items()
                        if value == usual)
     first, other = calls[odd[0]], calls[even[0]]
-    sentence = (f"collective {first['number']} is {seen.describe_call(first)} "
-                f"on {odd}, and {seen.describe_call(other)} on {even}")
+    sentence = (f"collective {first['number']} is "
+                f"{describe.describe_call(first)} on {odd}, and "
+                f"{describe.describe_call(other)} on {even}")
     for rank in job.ranks:
         if rank.handles:
-            sentence += f"; rank {rank.rank} {seen.describe_handled(rank)}"
+            sentence += f"; rank {rank.rank} {describe.describe_handled(rank)}"
     return Diagnosis(job.select(lambda rank: rank.rank in odd), sentence)
 
 
@@ -297,7 +298,7 @@ def deadlock(job: Job) -> Diagnosis | None:
     in_order = sorted(cycle, key=lambda rank: rank.rank)
     blamed = sorted(in_order, key=lambda rank: len(job.waiters_of(rank)))[-1]
     return Diagnosis(RankList([blamed]), ", and ".join(
-        f"rank {rank.rank} {seen.describe_wait(rank)}" for rank in cycle))
+        f"rank {rank.rank} {describe.describe_wait(rank)}" for rank in cycle))
 
 
 # As they come and go: one look may see several ranks at different moments
@@ -321,7 +322,7 @@ def aborted(job: Job) -> Diagnosis | None:
     places = {rank.place for rank in job.ranks if rank.place.file != "?"}
     if len(places) < 2:
         return None
-    return Diagnosis(ranks, seen.describe_each(job.ranks))
+    return Diagnosis(ranks, describe.describe_each(job.ranks))
 
 
 @rule(ENDS, "rank killed", "read its last output in the log, above the "
@@ -347,11 +348,11 @@ def killed(job: Job) -> Diagnosis | None:
         ranks = ranks.without(job.aborted_ranks)
     if not ranks:
         return None
-    words = seen.describe_each(ranks) + seen.say_oom(
+    words = describe.describe_each(ranks) + describe.say_oom(
         [rank for rank in ranks if rank.signal == "SIGKILL"])
     others = job.ranks.without(ranks)
     if others:
-        words += f"; {seen.describe_each(others)}"
+        words += f"; {describe.describe_each(others)}"
     return Diagnosis(ranks, words)
 
 
@@ -368,7 +369,7 @@ def first_error(job: Job) -> Diagnosis | None:
     same = RankList(rank for rank in job.by_ending["error"]
                     if identify_error(rank) == identify_error(first))
     if len(same) > 1:
-        return Diagnosis(same, seen.describe_each(same))
+        return Diagnosis(same, describe.describe_each(same))
     near = [rank for rank in failed[1:] if rank.host != first.host
             and rank.end_time < first.end_time + APART]
     # a launcher looks at its processes now and then
@@ -378,11 +379,11 @@ def first_error(job: Job) -> Diagnosis | None:
             for rank in job.ranks):
         verb = "ended"
     blamed = RankList([first, *near])
-    texts = [f"{RankList([rank])} {verb}{seen.describe_error(rank)}"
+    texts = [f"{RankList([rank])} {verb}{describe.describe_error(rank)}"
              for rank in blamed]
     others = job.ranks.without(blamed)
     if others and TRUNCATED.search(ended.get("message") or ""):
-        texts.append(seen.describe_each(others))
+        texts.append(describe.describe_each(others))
     return Diagnosis(blamed, "; ".join(texts))
 
 
@@ -392,7 +393,7 @@ def identify_error(rank: Rank) -> str | tuple[str, Place]:
     """
     error = (rank.ended or {}).get("error") or "Runtime"
     if re.search("Runtime|Dist|Connection|Pipe|EOF|Timeout|OSError", error):
-        return seen.describe_error(rank)
+        return describe.describe_error(rank)
     return error, rank.place
 
 
@@ -409,8 +410,8 @@ def ended_early(job: Job) -> Diagnosis | None:
     if not ranks:
         return None
     others = waiters[ranks[0]]
-    return Diagnosis(ranks, f"{ranks} ended {seen.with_status(ranks)} and "
-                     f"left {others} waiting {seen.say_places(others)}")
+    return Diagnosis(ranks, f"{ranks} ended {describe.with_status(ranks)} and "
+                     f"left {others} waiting {describe.say_places(others)}")
 
 
 def may_follow(other: Rank, rank: Rank) -> bool:
@@ -440,8 +441,8 @@ def gone(job: Job) -> Diagnosis | None:
     other_hosts = {rank.host for rank in job.ranks.without(ranks)}
     if not other_hosts & {rank.host for rank in ranks}:
         sentence += ", like all ranks of that node"
-    return Diagnosis(ranks, f"{sentence}{seen.say_oom(ranks)}; last written "
-                     f"at {ranks[0].last_report}")
+    return Diagnosis(ranks, f"{sentence}{describe.say_oom(ranks)}; last "
+                     f"written at {ranks[0].last_report}")
 
 
 @rule(STOPS, "blocked on I/O", "try `ls` on that node, and tell the site's "

@@ -16,11 +16,13 @@ from rankcheck.verification.choice import UNSEEDED, choose
 from rankcheck.verification.comparison import QUESTIONS, Comparison
 
 from rankcheck.verification.questions import (  # isort: skip
-    begin, samples, optimizers, together, single, left, nodes, resume)
+    initial_state, samples, optimizers, synchronization, single_process,
+    side_effects, nodes, resume)
 from rankcheck.verification.runs import Runs
 
-__all__ = ["QUESTIONS", "begin", "left", "nodes", "optimizers", "resume",
-           "samples", "single", "together", "verify"]
+__all__ = ["QUESTIONS", "initial_state", "nodes", "optimizers", "resume",
+           "samples", "side_effects", "single_process", "synchronization",
+           "verify"]
 
 
 # What has to be shown for status 0, and what is said where it was not.

@@ -32,7 +32,7 @@ from rankcheck.verification.comparison import (
     question,
     rows,
 )
-from rankcheck.verification.questions.begin import SAME_START
+from rankcheck.verification.questions.initial_state import SAME_START
 from rankcheck.verification.questions.optimizers import (
     by_parameter,
     differences,
@@ -45,7 +45,7 @@ from rankcheck.verification.questions.records import (
     places_of,
     sampler_starts,
 )
-from rankcheck.verification.questions.single import LATER_GRADIENT
+from rankcheck.verification.questions.single_process import LATER_GRADIENT
 from rankcheck.verification.questions.vectors import are_parallel, ratio_of
 from rankcheck.verification.runs import compare_step_counts
 

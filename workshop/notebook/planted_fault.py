@@ -11,13 +11,13 @@ from backstage.errors import require
 from workshop.diff import page
 from workshop.html import folded, paragraph
 from workshop.jobs import interpreter
-from workshop.notebook import shown
+from workshop.notebook import output
 
 # the program that runs a job with a fault, and its folder
 planted: list[Any] = []
 
 
-@shown.in_one_line
+@output.in_one_line
 def plant(number):
     """Run their script with this fault; show at first what it prints."""
     require(number in range(1, 10), "there are the faults 1 to 9")
@@ -28,7 +28,7 @@ def plant(number):
         "-m", "notebooks.experiments.hangs", str(number), folder)
     planted[:] = program, folder
     state, lines = "4 processes start, which takes some seconds.", []
-    show = shown.live(lambda: shown.show_output(state))
+    show = output.live(lambda: output.show_output(state))
     show(now=True)
     for line in itertools.chain(program.stdout, ["..\n"]):
         if line not in (".\n", "..\n"):
@@ -40,7 +40,7 @@ def plant(number):
             break
 
 
-@shown.in_one_line
+@output.in_one_line
 def unplant():
     """End the job that runs with a fault, if there is one."""
     if planted:
@@ -48,11 +48,11 @@ def unplant():
         planted[0].wait()
 
 
-@shown.in_one_line
+@output.in_one_line
 def why():
     """Ask why that job hangs, has died or is slow."""
     require(planted, "plant a fault first: plant(1)")
-    shown.run_and_show("-m", "workshop", "why", planted[1], view=reason)
+    output.run_and_show("-m", "workshop", "why", planted[1], view=reason)
 
 
 def reason(text, last):
@@ -62,6 +62,6 @@ def reason(text, last):
     kind = "good" if fault.startswith("no fault is proven") else "bad"
     out = [paragraph(f"<strong>{fault}</strong>", kind),
            *map(paragraph, lines),
-           *(folded("The evidence", shown.printed(part.rstrip()))
+           *(folded("The evidence", output.printed(part.rstrip()))
              for part in evidence)]
-    return shown.Shown(page.box("".join(out), last), text)
+    return output.Shown(page.box("".join(out), last), text)

@@ -18,7 +18,10 @@ from rankcheck.verification.comparison import (
     question,
 )
 from rankcheck.verification.questions.records import Opener, places_of
-from rankcheck.verification.questions.single import StepPair, weight_error
+from rankcheck.verification.questions.single_process import (
+    StepPair,
+    weight_error,
+)
 
 REMEDIES = {  # by the library that writes the file
     "hydra": "set hydra.run.dir=... with the rank in it, or "
