@@ -38,7 +38,7 @@ class WriteFailed(UserError):
 
 
 @contextmanager
-def reading(file: StrPath, remedy: str = "") -> Iterator[None]:
+def reading(file: StrPath, fix: str = "") -> Iterator[None]:
     """Whatever goes wrong while a file is read and checked is a `Damaged`.
 
     Anybody may have changed, copied or cut the file, and each library has its
@@ -52,7 +52,7 @@ def reading(file: StrPath, remedy: str = "") -> Iterator[None]:
     except Exception as error:
         is_system = getattr(error, "errno", None) or isinstance(
             error, UnicodeEncodeError)  # of its name
-        advice = f": {remedy}" if remedy and not is_system else ""
+        advice = f": {fix}" if fix and not is_system else ""
         what = "cannot be read" if is_system else "is damaged"
         raise Damaged(
             f"{file} {what} ({reason(error)}){advice}") from error
@@ -77,9 +77,9 @@ def say_cut(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def read_json(file: StrPath, like: Any, remedy: str = "") -> Any:
+def read_json(file: StrPath, like: Any, fix: str = "") -> Any:
     """What a file of JSON holds, if it is like that. Raises as `reading`."""
-    with reading(file, remedy):
+    with reading(file, fix):
         value = json.loads(Path(file).read_bytes())
         require_like(value, like)
         return value
@@ -134,14 +134,14 @@ def where_possible() -> Iterator[None]:
 
 def write_atomically(
         path: StrPath, data: bytes | Callable[[BinaryIO], object],
-        advice: str = "", last_look: Callable[[], object] = bool) -> None:
+        fix: str = "", last_look: Callable[[], object] = bool) -> None:
     """Write all of the data to the file, or leave the file unchanged.
 
     data: bytes, or a function that writes them to the open file it is given.
     last_look: called just before the old file is gone; it may raise.
 
     Raises:
-        WriteFailed: the data could not be written; the advice follows. Or
+        WriteFailed: the data could not be written; `fix` follows. Or
             they are in the file, and the disk has failed to confirm it: this
             is what the line says then.
     """
@@ -174,7 +174,7 @@ def write_atomically(
         line = f"{show_path(path)} could not be written ({why})"
         if existed and (part is None or os.path.lexists(part)):
             line += ", and is unchanged"
-        raise WriteFailed(line + advice, why) from error
+        raise WriteFailed(line + fix, why) from error
     finally:
         if part:
             with suppress(OSError):  # `remove_parts` does it later

@@ -27,7 +27,7 @@ from backstage.process import (
 OTHER = ("mpi4py has loaded {library}, which is not this mpirun's MPI: start "
          "it with that MPI's own mpirun, or load this one's module, or name "
          "its library: export MPI4PY_LIBMPI=/.../libmpi.so")
-ADVICE = {
+FIXES = {
     "srun": "srun has not told {library} about the others: `srun --mpi=list` "
             "shows the ways it has, for example srun --mpi=pmix; or start it "
             "with mpirun",
@@ -73,7 +73,7 @@ def join_mpi(env: MutableMapping[str, str] = os.environ) -> Any:
     if MPI.COMM_WORLD.size == 1 and size > 1:
         stop_all(
             f"{size} processes were started, but each is alone: "
-            + ADVICE.get(launcher, OTHER).format(
+            + FIXES.get(launcher, OTHER).format(
                 library=MPI.get_vendor()[0], size=size)
             + (link_mpich() if launcher == "MPICH or Intel MPI" else ""), env)
     return MPI

@@ -61,7 +61,7 @@ class Board:
         self.columns: list[str] = []
         self.about, self.run = "", ""
         self.answers: dict[str, dict[str, str]] = {}
-        self.findings: list[list[str]] = []  # verdict, text, hint
+        self.findings: list[list[str]] = []  # verdict, text, fix
         self.pictures: dict[str, dict[str, Any]] = {}  # of each run
         self.causes: list[list[str]] = []
         self.last = ""
@@ -180,15 +180,15 @@ class Board:
         return [self.diagnosis(*finding) for finding in self.findings
                 if finding[0] in verdicts]
 
-    def diagnosis(self, verdict: str, text: str, hint: str) -> str:
+    def diagnosis(self, verdict: str, text: str, fix: str) -> str:
         """HTML of one finding."""
         label = LABELS.get(verdict, verdict)
         kind = "ask"
         if verdict == "FAIL":
             kind = "bad"
         shown = paragraph(f"<strong>{label}</strong> {self.quote(text)}", kind)
-        if hint:
-            shown += paragraph(f"fix: {self.quote(hint)}", "hint")
+        if fix:
+            shown += paragraph(f"fix: {self.quote(fix)}", "hint")
         return shown
 
     def table(self, rows: Mapping[str, Verdicts]) -> str:
@@ -244,6 +244,6 @@ class Terminal(report.Terminal):
         elif "summary" in event and not self.verbose:
             self.say(event["summary"])
 
-    def tell(self, verdict: str, text: str, hint: str) -> None:
+    def tell(self, verdict: str, text: str, fix: str) -> None:
         if self.verbose or verdict in ("FAIL", "warn"):
-            super().tell(verdict, text, hint)
+            super().tell(verdict, text, fix)

@@ -48,7 +48,7 @@ Stack (most recent call first):
     assert exits.explain(one).text.endswith("rank 0 is in line 9 (train)")
 
 
-@pytest.mark.parametrize(("out", "err", "says", "hint"), [
+@pytest.mark.parametrize(("out", "err", "says", "fix"), [
     ("Traceback (most recent call last):\nValueError: no data\n", "",
      "ValueError: no data", ""),
     ("", 'if os.path.exists("x"):\nFileNotFoundError: no data\n',
@@ -56,10 +56,10 @@ Stack (most recent call first):
     ("", "FileExistsError: runs/a\n", "FileExistsError: runs/a", "{run}"),
     ("", "ImportError: attempted relative import with no known parent "
      "package\n", "attempted relative import", "-m package.module")])
-def test_what_follows_from_an_error(out, err, says, hint):
+def test_what_follows_from_an_error(out, err, says, fix):
     finding = runs.how_it_ends(run_record(Rank(1, out, err), joined=False))
     assert says in finding.text
-    assert hint in finding.advice and bool(hint) == bool(finding.advice)
+    assert fix in finding.fix_text and bool(fix) == bool(finding.fix_text)
 
 
 @pytest.mark.parametrize(("mine", "good", "same"), [

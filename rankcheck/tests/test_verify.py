@@ -257,7 +257,7 @@ def test_a_stranger_reads_the_json_document(script, status, stranger):
     document = json.loads(end.stdout)
     assert end.returncode == document["status"] == status, end
     assert (document["schema"], document["script"], document["flags"]) == (
-        3, "train.py", ["-x"])
+        4, "train.py", ["-x"])
     assert (document["error"] is None) == (status < 2), document
     assert f"error: {document['error']}\n" * (status == 2) == end.stderr
     failed = [finding for finding in document["findings"]

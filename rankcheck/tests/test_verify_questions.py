@@ -542,8 +542,8 @@ def test_the_words_of_the_findings(answers, snapshot):
         finding = answers(name, change)[question]
         label = LABELS.get(finding.verdict, finding.verdict)
         text = f"{label}  {finding.text}\n"
-        if finding.advice:
-            text += f"  fix: {finding.advice}\n"
+        if finding.fix_text:
+            text += f"  fix: {finding.fix_text}\n"
         page[text] = None
     for question in QUESTIONS:
         page[f"ok  {question.title}"] = None
@@ -657,8 +657,8 @@ def test_buffers_that_no_checkpoint_has_are_a_ranks_own():
 
 def test_a_model_that_is_wrapped_is_not_to_be_wrapped(answers):
     found = answers(RIGHT, own_gradients)
-    advice = found[synchronization.reductions].advice
-    assert "no_sync()" in advice and "model.module(" not in advice
+    fix = found[synchronization.reductions].fix_text
+    assert "no_sync()" in fix and "model.module(" not in fix
 
 
 def test_another_name_of_a_run_is_no_other_error():
@@ -670,7 +670,7 @@ def test_another_name_of_a_run_is_no_other_error():
             events=[[]])
 
     _, ended = Runs(start, 2, 4).of_first("single")
-    assert ended.text.endswith("what is run-1?") and not ended.advice
+    assert ended.text.endswith("what is run-1?") and not ended.fix_text
 
 
 def test_a_rate_that_falls_once_is_no_schedule(answers):
@@ -732,7 +732,7 @@ def test_a_loss_that_follows_from_weights_that_differ(answers):
         on_all(step=1, losses=lambda losses: [2 * losses[0]])))
     finding = found[single_process.compare_with_single_process]
     assert read_expected("FAIL losses-differ step=1").matches(finding)
-    assert "0" in finding.advice and "weights" in finding.advice
+    assert "0" in finding.fix_text and "weights" in finding.fix_text
 
 
 @pytest.mark.parametrize(("step", "verdict"), [(0, None), (2, "FAIL")])
@@ -795,7 +795,7 @@ def test_samples_that_one_process_reads_again_as_well(answers, change, warns):
     again = [one for one in found.values()
              if one.kind == "repeated-samples"]
     assert [one.verdict for one in again] == ["warn"] * warns
-    assert all("get_worker_info" in one.advice for one in again)
+    assert all("get_worker_info" in one.fix_text for one in again)
 
 
 class Synchronised(torch.nn.BatchNorm1d):

@@ -1016,8 +1016,8 @@ def test_a_start_by_the_number_of_its_job(tmp_path, monkeypatch):
 
 def test_the_page_has_a_row_for_each_fault():
     """In the rules' own words."""
-    table = "".join(f"| {sign} | {fault}: {find.__doc__} | {advice} |\n"
-                    for sign, fault, advice, find in RULES)
+    table = "".join(f"| {sign} | {fault}: {find.__doc__} | {fix} |\n"
+                    for sign, fault, fix, find in RULES)
     assert table in (HOUSE / "docs/why.md").read_text(), table
 
 

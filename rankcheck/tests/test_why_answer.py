@@ -18,7 +18,7 @@ from rankcheck_testing.evidence import FOLDER, read_ranks
 from rankcheck_testing.support import HOUSE, SOURCE_PATH, program, wait_for
 
 FIELDS = {"schema", "status", "error", "folder", "command", "kind", "verdict",
-          "text", "advice", "blamed", "world_size", "missing", "ranks",
+          "text", "fix", "blamed", "world_size", "missing", "ranks",
           "other_jobs", "slurm", "candidates"}
 
 
@@ -125,7 +125,7 @@ def test_json_of_a_start(tmp_path):
     status, out, err = ask(tmp_path, "--json", home=tmp_path)
     document = json.loads(out)
     assert (status, document["status"], err) == (2, 2, "")
-    assert {*document} == FIELDS and document["schema"] == 2
+    assert {*document} == FIELDS and document["schema"] == 3
     assert "py-spy dump --subprocesses" in document["error"]
     ask(tmp_path, "run", "--", sys.executable, "-c", "1 / 0", home=tmp_path)
     status, out, err = ask(tmp_path, "--json", "--stacks", home=tmp_path)

@@ -67,7 +67,7 @@ def outcome(stage, text):
         found = [*report.failures, *report.warnings]
         first = ""
         if found:
-            first = f"{found[0].text} {found[0].advice}".strip()
+            first = f"{found[0].text} {found[0].fix_text}".strip()
     return Outcome(report, first, out.getvalue())
 
 

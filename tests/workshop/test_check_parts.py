@@ -151,6 +151,6 @@ def test_a_line_is_named_as_in_the_script_that_one_sees():
                    ["not ", Line(3)])
     assert finding.lines == {2}
     named = name_lines(finding, name)
-    assert (named.text, named.advice) == (
+    assert (named.text, named.fix_text) == (
         "an error (the lesson's line `z = 3`), in line 1: ", "not line 4")
     assert name(Line(400)) == "line 400"

@@ -241,7 +241,7 @@ def tell_findings(out: Quiet, findings: Sequence[Finding], seconds: float, *,
     for finding in findings:
         if finding.verdict != "ok" or verbose:
             out.report(finding=[finding.verdict, finding.text,
-                                finding.advice])
+                                finding.fix_text])
     count = Counter(finding.verdict for finding in findings)
     if count["FAIL"] and count["and"]:
         verb = "follows" if count["and"] == 1 else "follow"

@@ -46,7 +46,7 @@ def lines_as_in(yours: bytes, tried: bytes) -> NameLine:
 def name_lines(finding: Finding, name: NameLine) -> Finding:
     """Return the finding with the name of each line in the line's place."""
     return replace(finding, sentence=name_all(finding.sentence, name),
-                   hint=name_all(finding.hint, name))
+                   fix=name_all(finding.fix, name))
 
 
 def name_all(words: Sequence[Fragment], name: NameLine) -> list[Fragment]:

@@ -198,7 +198,7 @@ class Bench:
             seen, self.say,
             Budget(self.allow(planned), endless=3 * STEPS),
             sandbox=self.copy,
-            remedy="fix: let it write into the run's folder",
+            fix="fix: let it write into the run's folder",
             env=quiet_environment(self.workspace.temporary),
             world_size=mesh.size if mesh.size > 1 else None,
             nodes=mesh.nodes, launcher=launcher_of(self.stage),

@@ -28,9 +28,9 @@ CHANGED = "diff", "--name-only", "--no-renames", "-z"
 def main(args: argparse.Namespace) -> None:
     """`python -m workshop update`; raises `UserError` if it cannot be done."""
     say("looking at this clone")
-    merge = ROOT / git.run("rev-parse", "--git-path", "MERGE_HEAD", advice="\
+    merge = ROOT / git.run("rev-parse", "--git-path", "MERGE_HEAD", fix="\
 get the course with `git clone`, and copy your code/train_gpt2.py into that")
-    source = git.run("rev-parse", "--abbrev-ref", "@{upstream}", advice="`git "
+    source = git.run("rev-parse", "--abbrev-ref", "@{upstream}", fix="`git "
                      "switch main`, or `git branch --set-upstream-to ...`")
     with lock_working_copy():
         give_back(source)
@@ -63,7 +63,7 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
                 WORKING_COPY.rename(ASIDE)
                 git.run("checkout", "HEAD", "--", WORKING_COPY)
             git.run("merge", "-q", "--no-edit", "--autostash",
-                    "--no-overwrite-ignore", source, advice="all is as it was;"
+                    "--no-overwrite-ignore", source, fix="all is as it was;"
                     " if your commits change what the course changes, merge "
                     "by hand: `git pull`")
         except UserError:

@@ -23,7 +23,7 @@ OURS = {"GIT_CEILING_DIRECTORIES": str(ROOT.parent),  # no repository around it
 
 
 def run(*words: StrPath,
-        advice: str = "nothing is lost; settle this, then try again") -> str:
+        fix: str = "nothing is lost; settle this, then try again") -> str:
     """What git prints; raises a `UserError` with its reason if it fails."""
     env = {name: value for name, value in os.environ.items()
            if not name.startswith("GIT_") or name.startswith(KEPT)} | OURS
@@ -35,7 +35,7 @@ def run(*words: StrPath,
                         "install it") from error
     said = git.stderr or git.stdout or b"no message"
     reason = " ".join(os.fsdecode(said).split())
-    require(not git.returncode, f"git {words[0]}: {reason}: {advice}")
+    require(not git.returncode, f"git {words[0]}: {reason}: {fix}")
     return os.fsdecode(git.stdout).strip("\n")
 
 

@@ -160,7 +160,7 @@ def stopping(run: StageRun, reference: StageRun) -> Finding | None:
     ended = exits.explain(run)
     if ended:
         return fail([f"with {' '.join(map(str, run.more))} and a signal to "
-                     "rank 0: ", *ended.sentence], ended.hint, ended.error,
+                     "rank 0: ", *ended.sentence], ended.fix, ended.error,
                     kind=f"signal-{ended.kind}")
     if len(run.rows) == STEPS:
         return fail("a signal to rank 0 does not end it",

@@ -68,8 +68,8 @@ def explain(run: RunRecord) -> Finding | None:
     if first is not None:
         last_said = said[first]
         if not (mismatch and EFFECT.search(last_said.text)):
-            hint = ON_CPU if NO_GPU.search(last_said.text) else ""
-            return fail([f"rank {first} ", *last_said.sentence], hint,
+            fix = ON_CPU if NO_GPU.search(last_said.text) else ""
+            return fail([f"rank {first} ", *last_said.sentence], fix,
                         last_said.error, ranks=[first], kind=last_said.kind)
     if run.gave_up == "hangs":
         sentence = ["it hangs: ", *where_all(run)]

@@ -53,7 +53,8 @@ class Finding:
 
     Attributes:
         sentence: what is so.
-        hint: what to do, where the sentence does not say it.
+        fix: what to do, where the sentence does not say it; `fix_text` is that
+            in one text.
         error: with which the script has ended, without its place.
         kind: which finding it is, in words that stay the same when its
             sentence is worded otherwise; in `why`, the fault's name, or "".
@@ -67,7 +68,7 @@ class Finding:
 
     verdict: Verdict
     sentence: list[Fragment]
-    hint: list[Fragment]
+    fix: list[Fragment]
     error: str = ""
     kind: str = ""
     ranks: Sequence[Any] = ()
@@ -81,8 +82,8 @@ class Finding:
         return "".join(map(str, self.sentence))
 
     @property
-    def advice(self) -> str:
-        return "".join(map(str, self.hint))
+    def fix_text(self) -> str:
+        return "".join(map(str, self.fix))
 
     @property
     def lines(self) -> set[int]:
@@ -166,15 +167,15 @@ def ok(text: str, **more: Unpack[Details]) -> Finding:
     return Finding("ok", [text], [], **more)
 
 
-def warn(text: str, hint: str | Iterable[Fragment],
+def warn(text: str, fix: str | Iterable[Fragment],
          **more: Unpack[Details]) -> Finding:
-    return Finding("warn", [text], as_fragments(hint), **more)
+    return Finding("warn", [text], as_fragments(fix), **more)
 
 
 def fail(sentence: str | Iterable[Fragment],
-         hint: str | Iterable[Fragment] = "", error: str = "",
+         fix: str | Iterable[Fragment] = "", error: str = "",
          **more: Unpack[Details]) -> Finding:
-    return Finding("FAIL", as_fragments(sentence), as_fragments(hint), error,
+    return Finding("FAIL", as_fragments(sentence), as_fragments(fix), error,
                    **more)
 
 

@@ -2,7 +2,7 @@
 
 It reports events, dictionaries that JSON can hold:
 
-    finding   [verdict, text, hint]; the verdict is "ok", "warn" or "FAIL", or
+    finding   [verdict, text, fix]; the verdict is "ok", "warn" or "FAIL", or
               "" for what was not seen
     say       a line of text
     right     whether the script is right, at the end
@@ -40,7 +40,7 @@ class Terminal(Quiet):
     """Prints what is said and found."""
 
     def __init__(self) -> None:
-        self.told: set[str] = set()  # hints, each of which is printed once
+        self.told: set[str] = set()  # fixes, each of which is printed once
         self.tty = sys.stdout.isatty()
         self.width = shutil.get_terminal_size().columns if self.tty else 79
 
@@ -51,13 +51,13 @@ class Terminal(Quiet):
         if kind == "finding":
             self.tell(*value)
 
-    def tell(self, verdict: str, text: str, hint: str) -> None:
+    def tell(self, verdict: str, text: str, fix: str) -> None:
         """Print a finding, and what to do unless that was printed before."""
         label = LABELS.get(verdict, verdict)
         self.print(f"  {label:7}  {text}", 11)
-        if hint and hint not in self.told:
-            self.print(f"           fix: {hint}", 16)
-        self.told.add(hint)
+        if fix and fix not in self.told:
+            self.print(f"           fix: {fix}", 16)
+        self.told.add(fix)
 
     def print(self, text: str, indent: int | None = None) -> None:
         """Print lines; in a terminal a long one is wrapped between words.

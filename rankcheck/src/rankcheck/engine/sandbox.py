@@ -223,12 +223,12 @@ class Sandbox:
         file = Path(self.ours, NOTES, name)
         return file.read_text().splitlines() if file.exists() else []
 
-    def require_kept(self, remedy: str) -> None:
+    def require_kept(self, fix: str) -> None:
         """Raise `UserError` if a rank was ended, as it would change a file."""
         for place in self.noted("refused")[:1]:
             raise UserError(
                 f"the script was stopped before it changed {place}, an "
-                f"existing file, which is unchanged; {remedy}")
+                f"existing file, which is unchanged; {fix}")
 
     def name(self, path: str | Path) -> Path:
         """Return where the copy of a file is."""

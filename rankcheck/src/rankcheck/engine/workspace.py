@@ -46,7 +46,7 @@ class Workspace:
 
     def run(self, run: AnyRunRecord, flags: Iterable[Flag], seen: Path,
             say: Callable[[str], None], budget: Budget, *,
-            sandbox: Sandbox, remedy: str, env: Mapping[str, str],
+            sandbox: Sandbox, fix: str, env: Mapping[str, str],
             **options: Unpack[RunOptions]) -> AnyRunRecord:
         """Run the script of a record once, in a sandbox and watched.
 
@@ -57,7 +57,7 @@ class Workspace:
             say: is told what it waits for.
             budget: what the ranks may take.
             sandbox: the copy of the current folder in which they run.
-            remedy: what to do if the script changes files outside of it.
+            fix: what to do if the script changes files outside of it.
             env: the variables of all ranks.
             options: further fields of a `rankcheck.engine.run.Run`, but
                 for the folders.
@@ -76,7 +76,7 @@ class Workspace:
         options["cwd"] = str(sandbox.name(Path.cwd()))
         options["within"] = self.folder
         run = watch(run, flags, seen, say, budget, env=env, **options)
-        sandbox.require_kept(remedy)
+        sandbox.require_kept(fix)
         came_to_end = all(run.records) and not any(
             rank.status for rank in run.ranks)
         if not came_to_end and shutil.disk_usage(self.folder).free < LITTLE:

@@ -41,9 +41,9 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False"}
 ON_CPU = {**scratch.HIDDEN,
           "ACCELERATE_USE_CPU": "true"}  # else each rank trains alone
-REMEDY = ("fix: let it write to another folder: one below the current "
-          "folder, or one with {run} in its name, which is new each time")
-SCHEMA = 3  # of --json: another number if a field changes or goes
+FIX = ("fix: let it write to another folder: one below the current "
+       "folder, or one with {run} in its name, which is new each time")
+SCHEMA = 4  # of --json: another number if a field changes or goes
 TEMPORARY = {"nodes": "tmp-nodes"}  # nothing is left in it by a run before
 IDLE = 10.0  # seconds in which no rank does anything: does it hang?
 
@@ -146,7 +146,7 @@ def describe(finding: Finding, script: str) -> dict[str, Any]:
     """
     return {"question": finding.question or None,
             "kind": finding.kind, "verdict": finding.verdict,
-            "text": finding.text, "advice": finding.advice,
+            "text": finding.text, "fix": finding.fix_text,
             "ranks": [*finding.ranks],
             "places": [{"file": script, "line": line}
                        for line in sorted(finding.lines)],
@@ -231,7 +231,7 @@ def examine(words: list[str], size: int, steps: int,
             findings.append(warn(changed, sandbox.BY_WHOM,
                                  kind="changed-files"))
     for finding in findings:
-        out.report(finding=[finding.verdict, finding.text, finding.advice])
+        out.report(finding=[finding.verdict, finding.text, finding.fix_text])
     if made.waited:
         made.waited.findings = findings
         raise made.waited
@@ -306,7 +306,7 @@ class Experiment:
         run = self.workspace.run(
             RunRecord(script), program.with_size(size, name, planned.flags),
             seen, self.say, Budget(SECONDS, idle=IDLE, patience=self.patience),
-            sandbox=copy, remedy=REMEDY,
+            sandbox=copy, fix=FIX,
             env=TORCHRUN | scratch.quiet_environment(temporary, hidden),
             world_size=size, module=program.module,
             place=str(cwd) if program.module else None,

@@ -16,7 +16,7 @@ STOOD_IN = ("check whether this happens on GPUs as well: they were simulated "
             "on the CPU, as the script does not run without them")
 AGAIN = ("use {run} in a flag, which is a new name for each of verify's runs: "
          "--run-dir /tmp/run-{run}")
-HINTS = (  # words of the error with which the script has ended
+FIXES = (  # words of the error with which the script has ended
     ("finished reduction in the prior iteration", "remove parameters that "
      "get no gradient, for which DDP waits, or set "
      "find_unused_parameters=True"),
@@ -163,10 +163,10 @@ class Runs:
         if (other.gave_up == "waits"
                 or fails.text.replace("-gpus", "") == ended.text):
             return RunOutcome(run, ended)  # it came no farther
-        advice = fails.advice.replace(ON_CPU, "")
-        if advice:
-            advice += " " if advice.endswith("?") else "; "
-        fails.hint = [advice + STOOD_IN]
+        fix = fails.fix_text.replace(ON_CPU, "")
+        if fix:
+            fix += " " if fix.endswith("?") else "; "
+        fails.fix = [fix + STOOD_IN]
         return RunOutcome(other, fails)
 
 
@@ -178,13 +178,13 @@ def how_it_ends(run: RunRecord, words: str = "") -> Finding | None:
     finding = explain(run)
     if finding:
         finding.sentence.insert(0, words)
-        for error, hint in HINTS:
+        for error, fix in FIXES:
             if error in finding.error:
-                finding.hint = [hint]
+                finding.fix = [fix]
                 break
         if any(record and run.asked("spawn", rank)
                for rank, record in enumerate(run.records)):
-            finding.hint = [SPAWNS]
+            finding.fix = [SPAWNS]
         return finding
     if all(record and record.steps for record in run.records):
         return None

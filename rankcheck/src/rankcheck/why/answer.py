@@ -211,7 +211,7 @@ def to_json(found: Answer, stacks: bool) -> dict[str, Any]:
     finding = found.finding
     return {
         "kind": finding.kind or None, "verdict": finding.verdict,
-        "text": finding.text, "advice": finding.advice,
+        "text": finding.text, "fix": finding.fix_text,
         "blamed": sorted({rank.rank for rank in finding.ranks}),
         "world_size": found.world_size, "missing": found.missing,
         "ranks": [rank_to_json(rank, stacks) for rank in found.ranks]}

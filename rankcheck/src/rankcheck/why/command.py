@@ -31,7 +31,7 @@ from rankcheck.why.answer import (
 )
 from rankcheck.why.ranks import Rank, RankNumbers
 
-SCHEMA = 2  # of --json: another number if a field changes or goes
+SCHEMA = 3  # of --json: another number if a field changes or goes
 TIMED = 4  # ranks of which the lines are told that take the time
 BETWEEN = 5  # seconds between two looks
 
@@ -186,7 +186,7 @@ def answer_dumps(files: dict[int, Path], request: Request) -> int:
         if findings:
             first = findings[0]
             document |= {"kind": first.kind, "verdict": first.verdict,
-                         "text": first.text, "advice": first.advice,
+                         "text": first.text, "fix": first.fix_text,
                          "blamed": [*first.ranks]}
         print_document(document)
         return status
@@ -203,9 +203,9 @@ def answer_dumps(files: dict[int, Path], request: Request) -> int:
 
 def print_finding(finding: Finding) -> None:
     print(f"{finding.kind or 'no fault is proven'}: {finding.text}")
-    if finding.advice:
+    if finding.fix_text:
         label = "fix" if finding.kind else "inspect"
-        print(f"{label}: {finding.advice}")
+        print(f"{label}: {finding.fix_text}")
 
 
 def find_command(found: Answer,
@@ -224,7 +224,7 @@ def print_document(fields: dict[str, Any]) -> None:
     """Print one JSON document, with all fields: what is not known is null."""
     document = dict.fromkeys((
         "schema", "status", "error", "folder", "command", "kind", "verdict",
-        "text", "advice", "blamed", "world_size", "missing", "ranks",
+        "text", "fix", "blamed", "world_size", "missing", "ranks",
         "other_jobs", "slurm", "candidates"))
     print(json.dumps({**document, "schema": SCHEMA, **fields}, indent=2,
                      allow_nan=False))

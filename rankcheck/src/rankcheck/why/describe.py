@@ -308,10 +308,10 @@ def report(job: Job) -> Finding:
         text += (f"; {unrecorded:has} no record of collectives, because "
                  f"{unrecorded[0].switched_off}=0 disables it: restart "
                  "without that variable")
-    advice = ""
+    fix = ""
     if late and (late[0].runs or late[0].is_unresponsive):
-        advice = f"py-spy dump --native --pid {late[0].pid}, on {late[0].host}"
-    return Finding("ok", [text], [advice], ranks=[*late])
+        fix = f"py-spy dump --native --pid {late[0].pid}, on {late[0].host}"
+    return Finding("ok", [text], [fix], ranks=[*late])
 
 
 def describe_job(job: Job, awaited: RankList) -> str:

@@ -376,6 +376,6 @@ def name_peer(call: Call, members: tuple[int, ...]) -> int:
     return call.peer
 
 
-def show(text: str, advice: str, ranks: list[int] | None = None) -> Finding:
+def show(text: str, fix: str, ranks: list[int] | None = None) -> Finding:
     """Return what is seen, and proves no fault."""
-    return Finding("ok", [text], [advice], ranks=ranks or [])
+    return Finding("ok", [text], [fix], ranks=ranks or [])

@@ -61,23 +61,23 @@ class Rule(NamedTuple):
 
     Attributes:
         sign: what people see.
-        advice: what to try first.
+        fix: what to try first.
         find: proves it of a job; None if it is not so, or not proven.
     """
 
     sign: str
     fault: str
-    advice: str
+    fix: str
     find: Find
 
 
 RULES: list[Rule] = []
 
 
-def rule(sign: str, fault: str, advice: str) -> Callable[[Find], Find]:
+def rule(sign: str, fault: str, fix: str) -> Callable[[Find], Find]:
     """Make a function a `Rule`, the last of `RULES`."""
     def add(find: Find) -> Find:
-        RULES.append(Rule(sign, fault, advice, find))
+        RULES.append(Rule(sign, fault, fix, find))
         return find
     return add
 
@@ -92,7 +92,7 @@ def judge(ranks: Sequence[Rank],
             is named that takes two looks.
     """
     job = Job(ranks)
-    for _, fault, advice, find in RULES:
+    for _, fault, fix, find in RULES:
         diagnosis = find(job)
         if diagnosis is None:
             continue
@@ -104,7 +104,7 @@ def judge(ranks: Sequence[Rank],
                 continue  # there is nothing to see any more
             if not is_same(diagnosis, find(Job(later))):
                 return judge(later)
-        return Finding("FAIL", [diagnosis.sentence], [advice], kind=fault,
+        return Finding("FAIL", [diagnosis.sentence], [fix], kind=fault,
                        ranks=[*diagnosis.blamed])
     return describe.report(job)
 

@@ -119,10 +119,10 @@ def process_group(case: Comparison) -> list[Finding]:
         return []
     script = case.multi_process_run.script.read_text(errors="replace")
     flag = re.search(r"--local[_-]rank", script)
-    hint = "call torch.distributed.init_process_group()"
+    fix = "call torch.distributed.init_process_group()"
     if flag:
-        hint = f"tell the script its rank: add {flag[0]} {{rank}} to its flags"
-    return [fail("no rank joins a process group: each trains by itself", hint,
+        fix = f"tell the script its rank: add {flag[0]} {{rank}} to its flags"
+    return [fail("no rank joins a process group: each trains by itself", fix,
                  kind="no-process-group")]
 
 
@@ -272,7 +272,7 @@ def other_start(case: Comparison, records: StepRecords) -> Finding:
         return warn("initial weights differ from the single-process run; "
                     "whether that has a fixed seed is unknown: started again, "
                     f"{ended.text}",
-                    ended.advice, learned=learned,
+                    ended.fix_text, learned=learned,
                     kind="initial-weights-not-compared")
     repeated = put_together(again.record_of(0).steps[:1], "before")
     expected = put_together(case.single_steps[:1], "before")
@@ -287,10 +287,10 @@ def other_start(case: Comparison, records: StepRecords) -> Finding:
                     "each rank fills its part of a sharded tensor alike",
                     learned=learned, kind="equal-initial-shards")
     text = "initial weights differ from the single-process run"
-    hint = "set the same seed on all ranks right before the model is created"
+    fix = "set the same seed on all ranks right before the model is created"
     if records[0]["before"]["sharded"]:
-        return fail(text, hint, learned=learned, kind="other-initial-weights")
-    return warn(text, hint, learned=learned, kind="other-initial-weights")
+        return fail(text, fix, learned=learned, kind="other-initial-weights")
+    return warn(text, fix, learned=learned, kind="other-initial-weights")
 
 
 def drawn_twice(records: StepRecords) -> set[str]:

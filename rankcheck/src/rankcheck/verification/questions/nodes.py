@@ -172,8 +172,8 @@ def as_two_nodes(case: Comparison) -> Iterator[Finding]:
             ended = uneven[0]
             ended.sentence.insert(0, "on two nodes, ")
     if ended:
-        if not ended.advice:
-            ended.hint = [
+        if not ended.fix_text:
+            ended.fix = [
                 "check what depends on the node, as it runs on one: "
                 f"{RANKS}"]
         ended.learned = {"nodes": ""}

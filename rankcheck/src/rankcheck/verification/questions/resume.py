@@ -295,19 +295,19 @@ def position(before: Sequence[StepRecords], good: Sequence[StepRecords],
         read = samples(resumed)
         if samples(records) == read:
             continue
-        hint = ("save the data position and the seed of the order, and skip "
-                "what was read")
+        fix = ("save the data position and the seed of the order, and skip "
+               "what was read")
         for number, earlier in enumerate(before):
             if samples(earlier) == read:
                 return [fail(f"{name_step(i)} it reads the samples of "
-                             f"step {number} again", hint,
+                             f"step {number} again", fix,
                              numbers={"repeats": number},
                              kind="position-not-restored")]
         if lost:
-            hint += "; or restore the RNG state, which may be all of it"
+            fix += "; or restore the RNG state, which may be all of it"
         say = severity(good, lost)
         return [say(f"{name_step(i)} it reads other samples than the "
-                    "uninterrupted run", hint, kind="position-not-restored")]
+                    "uninterrupted run", fix, kind="position-not-restored")]
     return [ok("the data position is restored",
                kind="position-restored")]
 
@@ -361,16 +361,16 @@ def afterwards(good: Sequence[StepRecords], back: Sequence[StepRecords],
     """
     count = 0
     say = severity(good, lost)
-    hint = ("look for what else is not restored: BatchNorm's statistics, an "
-            "optimizer's settings, the scale of a GradScaler, a seed")
+    fix = ("look for what else is not restored: BatchNorm's statistics, an "
+           "optimizer's settings, the scale of a GradScaler, a seed")
     if lost:
-        hint = "restore the RNG state first, which may be all of it"
+        fix = "restore the RNG state first, which may be all of it"
     for i, (records, resumed) in enumerate(zip(good, back, strict=False)):
         loss, expected = total_loss(resumed), total_loss(records)
         if not abs(loss - expected) <= CLOSE * max(abs(expected), 1e-30):
             return [say(
                 f"{name_step(i)} the loss is {loss / len(records):.6g}, "
-                f"not {expected / len(records):.6g}", hint,
+                f"not {expected / len(records):.6g}", fix,
                 kind="resumed-run-differs")]
         for key in ("weights", "buffers"):
             if key not in records[0] or key not in resumed[0]:
@@ -380,7 +380,7 @@ def afterwards(good: Sequence[StepRecords], back: Sequence[StepRecords],
             error = error_of(resumed, records, key)
             if not error <= CLOSE:
                 return [say(f"{name_step(i)} the {key} have a relative "
-                            f"error of {percent(error)}", hint,
+                            f"error of {percent(error)}", fix,
                             kind="resumed-run-differs")]
     if not count:
         return [warn("no later step was compared", "save earlier, or watch "

@@ -513,15 +513,15 @@ def sizes_of_ranks(case: Comparison) -> list[Finding]:
             continue
         if not least and not case.steps[0][rank]["samples"]:
             continue  # from the first step on
-        hint = ("use a DistributedSampler, which repeats some, drop_last, or "
-                "weight the loss by the number of samples: a mean over ranks "
-                "counts all ranks equally")
+        fix = ("use a DistributedSampler, which repeats some, drop_last, or "
+               "weight the loss by the number of samples: a mean over ranks "
+               "counts all ranks equally")
         if not least:
-            hint = ("call model.train() after an evaluation: with "
-                    "model.eval() no samples are seen")
+            fix = ("call model.train() after an evaluation: with "
+                   "model.eval() no samples are seen")
         return [warn(
             f"in step {step} rank {rank} reads {count_of(least, 'sample')}, "
-            f"rank {counts.index(most)} {most}", hint,
+            f"rank {counts.index(most)} {most}", fix,
             ranks=[rank], numbers={"step": step, "fewest": least,
                                    "most": most}, kind="uneven-batches")]
     return []

@@ -23,7 +23,7 @@ from rankcheck.verification.questions.single_process import (
     weight_error,
 )
 
-REMEDIES = {  # by the library that writes the file
+FIXES = {  # by the library that writes the file
     "hydra": "set hydra.run.dir=... with the rank in it, or "
              "hydra.output_subdir=null on the other ranks",
     "tensorboard": "create the SummaryWriter on rank 0 only",
@@ -148,7 +148,7 @@ def find_shared_files(case: Comparison) -> dict[Opener, list[str]]:
 def several_write(opener: Opener, names: str) -> Finding:
     """Say that several ranks write these files."""
     if isinstance(opener, str):
-        return warn(f"{opener} writes {names} on several ranks", REMEDIES.get(
+        return warn(f"{opener} writes {names} on several ranks", FIXES.get(
             opener, "set it to write on rank 0 only, or to another folder on "
             "each rank"), kind="shared-files")
     return fail([f"several ranks write {names}",

@@ -89,7 +89,7 @@ class Explanation:
     """Why something differs from one process, and what can be done."""
 
     cause: str
-    hint: str
+    fix: str
 
 
 @dataclass(frozen=True)
@@ -241,13 +241,13 @@ def judge(case: Comparison, measure: Measure, error: RelativeError, step: int,
         shows: frozenset[Proof] = frozenset()
         if error.amount <= EXCUSED:
             shows = COMPARED
-        return warn(f"{text}: {explanation.cause}", explanation.hint,
+        return warn(f"{text}: {explanation.cause}", explanation.fix,
                     numbers=numbers, proves=shows, kind=kind)
     if weights.own_means:
-        hint = f"{weights.own_means.cause}: {weights.own_means.hint}"
+        fix = f"{weights.own_means.cause}: {weights.own_means.fix}"
     else:
-        hint = locate(case, measure, step, pairs, weights.of_each)
-    return fail(text, hint, numbers=numbers, kind=kind)
+        fix = locate(case, measure, step, pairs, weights.of_each)
+    return fail(text, fix, numbers=numbers, kind=kind)
 
 
 def locate(case: Comparison, measure: Measure, step: int,
@@ -404,7 +404,7 @@ def weigh_minibatches(case: Comparison, pair: StepPair) -> MinibatchWeights:
     if own_means:
         finding = None
         if case.frozen_run:
-            finding = warn(own_means.cause, own_means.hint,
+            finding = warn(own_means.cause, own_means.fix,
                            kind="mean-of-means")
         return MinibatchWeights(alike, finding, own_means)
     if count == 1 or are_parallel(gradients, mix(alike, each), limit):

@@ -252,16 +252,16 @@ def how_often(case: Comparison, elements: list[int], otherwise: bool
     if case.asked("fully_shard"):  # it costs memory to do otherwise
         return [ok(text, proves=REDUCED, numbers={"times": most.times},
                    kind="reduced")]
-    advice = ("reduce once: run all microbatches but the last under "
-              "model.no_sync(), including their forward pass; or check "
-              "whether one loss takes several backward passes")
+    fix = ("reduce once: run all microbatches but the last under "
+           "model.no_sync(), including their forward pass; or check "
+           "whether one loss takes several backward passes")
     kind = "reduced-repeatedly"
     if case.asked("no_sync") and not case.asked("forward in no_sync"):
         kind = "no-sync-outside-forward"
-        advice = ("call the model inside model.no_sync(), for all "
-                  "microbatches but the last: it takes effect in the forward "
-                  "pass")
-    return [warn(text, advice, proves=REDUCED, numbers={"times": most.times},
+        fix = ("call the model inside model.no_sync(), for all "
+               "microbatches but the last: it takes effect in the forward "
+               "pass")
+    return [warn(text, fix, proves=REDUCED, numbers={"times": most.times},
                  kind=kind)]
 
 
@@ -359,13 +359,13 @@ def unused_parameters(case: Comparison) -> list[Finding]:
         return []  # FSDP2 has them elsewhere until it reduces them
     text = f"{counted(keys, 'parameter')} got no gradient in "
     if not has_gradients(case):
-        hint = "check that backward() reaches them"
+        fix = "check that backward() reaches them"
         if all(key.startswith("parameter ") for key in keys):
-            hint = "give the optimizer the parameters of the model that trains"
+            fix = "give the optimizer the parameters of the model that trains"
             if case.asked("fully_shard"):
-                hint = ("create the optimizer after fully_shard, which "
-                        "replaces the parameters")
-        return [fail(f"{text}any step: {case.named(keys)}", hint,
+                fix = ("create the optimizer after fully_shard, which "
+                       "replaces the parameters")
+        return [fail(f"{text}any step: {case.named(keys)}", fix,
                      numbers={"parameters": len(keys)},
                      kind="no-gradients")]
     text += f"some step: {case.named(keys)}"
@@ -402,14 +402,14 @@ def equal_ranks(case: Comparison) -> list[Finding]:
     return [finding for finding in findings if finding]
 
 
-def compare_ranks(case: Comparison, key: str, when: str, hint: str,
+def compare_ranks(case: Comparison, key: str, when: str, fix: str,
                   proves: frozenset[Proof]) -> Finding | None:
     """Say whether the ranks have the same tensors in all steps.
 
     Args:
         key: of a step: which tensors.
         when: "in" a step, or "after" it.
-        hint: what to do if they differ.
+        fix: what to do if they differ.
         proves: what it shows if they do not.
 
     Returns:
@@ -423,7 +423,7 @@ def compare_ranks(case: Comparison, key: str, when: str, hint: str,
             return fail(
                 f"{when} step {step} the {key} of rank "
                 f"{min(whole.differing)} differ from rank 0's: "
-                f"{case.named(whole.unequal)}", hint,
+                f"{case.named(whole.unequal)}", fix,
                 ranks=sorted(whole.differing), numbers={"step": step},
                 kind=f"unequal-{key}")
     return ok(f"{key} are equal on all ranks, in "
@@ -555,12 +555,12 @@ def not_the_mean(case: Comparison, step: int, found: ReducedGradients
     names = find_sums(case, found)
     if names:
         return some_summed(case, step, names)
-    hint = "check whether the script changes gradients elsewhere"
+    fix = "check whether the script changes gradients elsewhere"
     if case.asked("register_comm_hook"):
-        hint = "check that DDP's communication hook changes them on purpose"
+        fix = "check that DDP's communication hook changes them on purpose"
     return warn(f"in step {step} the gradients differ from the mean over the "
                 "ranks by a relative error of "
-                f"{percent(off(found.applied, found.mean))}", hint,
+                f"{percent(off(found.applied, found.mean))}", fix,
                 numbers={"step": step}, kind="not-the-mean")
 
 
@@ -624,18 +624,18 @@ def summed(case: Comparison, step: int) -> Finding:
     if is_single_process_gradient(case, step):
         return ok(f"{text}, and match the single-process run",
                   numbers={"step": step}, kind="summed-gradients")
-    advice = SUMMED
+    fix = SUMMED
     if case.asked("register_comm_hook"):
-        advice = ("divide by the number of processes in the communication "
-                  "hook, which replaces DDP's average")
+        fix = ("divide by the number of processes in the communication "
+               "hook, which replaces DDP's average")
     loss = mean_loss(case.steps[0])
     single_loss = mean_loss(case.single_steps[:1])
     if single_loss and abs(loss / single_loss - 1) < CLOSE < abs(
             case.size * case.rate - 1):
         return fail(f"{text}, not the mean: {case.size} times as large",
-                    advice,
+                    fix,
                     numbers={"step": step}, kind="summed-gradients")
-    return warn(text, f"{advice}; fine if each rank divides its summed loss "
+    return warn(text, f"{fix}; fine if each rank divides its summed loss "
                 "by the global batch size, or with SGD, if the learning rate "
                 "is divided by the number of ranks", numbers={"step": step},
                 kind="summed-gradients")
