@@ -82,14 +82,14 @@ def test_nobody_waits_for_more_than_all_the_time(times, share):
     assert (number, found) == (0, pytest.approx(share))
 
 
-@pytest.mark.parametrize(("looks", "fault"), [
+@pytest.mark.parametrize(("inner", "fault"), [
     (["torch/distributed/c10d.py", 3, "recv"], ""),
     (["rankcheck/why/calls.py", 3, "called"], ""),  # MPI's
     (["x.py", 3, "read"], "straggler")])
-def test_who_is_late_because_it_waits(looks, fault):
+def test_who_is_late_because_it_waits(inner, fault):
     """Itself, as the first stage of a pipeline does, is no straggler."""
-    ranks = read_ranks("fault-7", changed=3, looks=[
-        [20, [["x.py", 1, "main"]]], [20, [["x.py", 2, "main"], looks]]])
+    ranks = read_ranks("fault-7", changed=3, stack_samples=[
+        [20, [["x.py", 1, "main"]]], [20, [["x.py", 2, "main"], inner]]])
     assert judge(ranks).kind == fault
 
 
@@ -139,7 +139,7 @@ def test_a_loop_that_only_asks_does_not_move(tmp_path):
         **os.environ, "PYTHONPATH": str(HOOK), "RANKCHECK_WHY": str(why),
         "RANK": "0", "WORLD_SIZE": "2"})
     try:  # while it runs: its end is a move
-        wait_for(lambda: any(json.loads(file.read_text())["still"] > 15
+        wait_for(lambda: any(json.loads(file.read_text())["idle_seconds"] > 15
                              for file in why.glob("*.json")), 80)
     finally:
         job.kill()
@@ -468,7 +468,7 @@ if __name__ == "__main__":
     for _ in sys.argv[1:]:
         time.sleep(6)  # it looks, writes, and is not seen
         file, = glob.glob(os.environ["RANKCHECK_WHY"] + "/*.json")
-        assert '"looks"' in open(file).read()
+        assert '"stack_samples"' in open(file).read()
     assert threading.enumerate() == [threading.main_thread()]
     if len(sys.argv) == 1 and not os.fork():
         os._exit(0)  # from Python 3.12 on with a warning beside a thread
@@ -776,7 +776,7 @@ def find_callee_in(thread, function):
     return frame and find_callee(frame)
 
 
-def test_a_deadlock_takes_two_looks():
+def test_a_deadlock_takes_two_samples():
     """That agree; and no other thread may come to what others wait for."""
     ranks = read_ranks("three_groups")
     assert judge(ranks, lambda: ranks).kind == "deadlock"

@@ -22,7 +22,7 @@ FIELDS = {"schema", "status", "error", "folder", "command", "kind", "verdict",
           "other_jobs", "slurm", "candidates"}
 
 
-def make_rank(number, line=8, still=30.0, **changes):
+def make_rank(number, line=8, idle_seconds=30.0, **changes):
     """One of 64 on two nodes that waits in a line."""
     call = {"group": [*range(64)], "name": "0", "number": 7,
             "call": "barrier", "sizes": [], "types": [], "waits": True,
@@ -31,11 +31,12 @@ def make_rank(number, line=8, still=30.0, **changes):
         "rank": number, "world_size": 64, "host": f"node{1 + number // 32}",
         "pid": 4000 + number, "written": 40.0, "began": 1.0, "joined": True,
         "stack": [["x.py", line, "train"]], "ended": None, "answers": True,
-        "still": still, "calls": [call], "work": [], **changes}, True, True)
+        "idle_seconds": idle_seconds, "calls": [call], "work": [],
+        **changes}, True, True)
 
 
 def test_equal_ranks_have_one_line():
-    ranks = [make_rank(number, still=30.0 + number % 3)
+    ranks = [make_rank(number, idle_seconds=30.0 + number % 3)
              for number in range(63)]
     ranks.append(make_rank(63, line=9, calls=[]))
     first, last = map(answer.describe_group, answer.group_equal(ranks))
@@ -203,7 +204,7 @@ def test_a_command_when_a_job_hangs(tmp_path):
     assert (tmp_path / "log").read_text().splitlines()[1:] == [
         "no child", "no child"]
     record, = folder.glob("*.json")
-    assert json.loads(record.read_text())["still"] >= 20
+    assert json.loads(record.read_text())["idle_seconds"] >= 20
 
 
 @pytest.mark.parametrize("end", ["itself", "SIGKILL"])
@@ -228,16 +229,17 @@ def test_a_monitor_ends_with_its_job(end, tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "hangs"), [
-    ([{}, {}], True), ([{}, {"still": 3.0}], False),
+    ([{}, {}], True), ([{}, {"idle_seconds": 3.0}], False),
     # a rank that computes may come to the others; one that waits spins
     ([{}, {"calls": [], "work": [["thread", 4001, "", "R", True, None]]}],
      False),
-    ([{"work": [["thread", 4000, "", "R", True, None]], "still": 40.0}, {}],
+    ([{"work": [["thread", 4000, "", "R", True, None]],
+       "idle_seconds": 40.0}, {}],
      True),
     # one that sends and receives in a loop comes back to the same places
-    ([{"work": [["thread", 4000, "", "R", True, None]], "still": 40.0,
-       "stays": 2.0}, {}], False),
-    ([{"still": 40.0, "stays": 2.0}, {}], True),
+    ([{"work": [["thread", 4000, "", "R", True, None]], "idle_seconds": 40.0,
+       "line_seconds": 2.0}, {}], False),
+    ([{"idle_seconds": 40.0, "line_seconds": 2.0}, {}], True),
     # a worker of its own does
     ([{}, {"calls": [], "work": [["process", 9, "", "R", True, None]]}],
      False),

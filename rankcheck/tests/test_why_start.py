@@ -12,7 +12,7 @@ import pytest
 from rankcheck.system import proc
 from rankcheck.system.errors import UserError
 from rankcheck.system.hook import HOOK
-from rankcheck.why import calls, command, evidence, start, watcher
+from rankcheck.why import calls, command, evidence, ranks, start, watcher
 from rankcheck_testing.support import SOURCE_PATH, program
 
 VIEW = """\
@@ -377,13 +377,18 @@ def test_a_record_holds_a_group_once(world_size):
     assert record == {"calls": entries, "message": None}
 
 
-def test_records_of_the_format_before_can_be_read(tmp_path):
-    record = {"format": "rankcheck 3", "ended": None, "calls": [
-        {"group": [0, 1], "name": "0"}]}
+@pytest.mark.parametrize("version", [3, 4])
+def test_records_of_the_formats_before_can_be_read(version, tmp_path):
+    record = {"format": f"rankcheck {version}", "ended": None, "calls": [
+        {"group": [0, 1], "name": "0"}], "still": 21.0, "stays": 20.0,
+        "over": True, "looks": [[40, [["x.py", 1, "main"]]]]}
     (tmp_path / "node1-7.json").write_text(json.dumps(record))
     found, = evidence.read(tmp_path)
     assert found["calls"][0]["group"] == [0, 1]
-    assert watcher.FORMAT == "rankcheck 4"
+    rank = ranks.Rank(found, True, True)
+    assert (rank.idle_seconds, rank.line_seconds) == (21.0, 20.0)
+    assert rank.script_ended and rank.stack_samples[0].times == 40
+    assert watcher.FORMAT == "rankcheck 5"
 
 
 # ------------------------------------------------------- no rank was seen

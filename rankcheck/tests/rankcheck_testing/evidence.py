@@ -25,7 +25,7 @@ from rankcheck.engine.findings import Finding
 from rankcheck.engine.ranks import free_port
 from rankcheck.system.hook import HOOK
 from rankcheck.system.sources import Sources
-from rankcheck.why.evidence import collect
+from rankcheck.why.evidence import collect, rename_keys
 from rankcheck.why.judge import judge
 from rankcheck.why.ranks import Rank
 from rankcheck_testing.support import HOUSE, SOURCE_PATH, program, python
@@ -74,6 +74,8 @@ def read_ranks(job: str, changed: int = 0, **changes: Any) -> list[Rank]:
     """
     lines = (FOLDER / f"{job}.jsonl").read_text().splitlines()
     ranks = [json.loads(line) for line in lines]
+    for record, *_ in ranks:
+        rename_keys(record)
     ranks[changed][0].update(changes)
     return [Rank(*rank) for rank in ranks]
 
@@ -142,7 +144,7 @@ def keep(folder: Path, file: Path) -> None:
     lines = []
     for rank in collect(folder):
         record = {name: value for name, value in rank.record.items()
-                  if name != "looks"}
+                  if name != "stack_samples"}
         record["calls"] = [
             {name: value for name, value in call.items() if name != "of"}
             for call in (rank.calls or [])[-MOST_CALLS:]]

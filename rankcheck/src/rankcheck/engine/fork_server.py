@@ -156,7 +156,7 @@ STOPPED, BUSY = "Tt", "RD"  # a thread's states, as Linux names them
 the_servers: dict[int | None, Server] = {}
 folders: set[Path] = set()  # of launches that have not been waited for
 # which no script takes for its own: a rank says where it is
-LOOK: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+STACK_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 SEEDS = 4  # of hashes, at most: each takes a server
 PAUSE = 0.02  # seconds between two looks at which ranks have ended
 
@@ -272,7 +272,7 @@ def run_script(run: Run, rank: int, port: int, output: str) -> int:
         file = os.open(f"{output}.{name}",
                        os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
-    faulthandler.register(LOOK, file=open(f"{output}.stack", "a"),
+    faulthandler.register(STACK_SIGNAL, file=open(f"{output}.stack", "a"),
                           all_threads=False)
     import torch
 

@@ -16,7 +16,7 @@ from rankcheck.engine.waits import find_stuck
 
 IDLE = 3.0  # seconds without anything to do after which it may hang
 PATIENCE = 120.0  # seconds without a step, in which it may wait
-LOOKS = 2.0  # seconds between two looks at where idle ranks are
+SAMPLE_INTERVAL = 2.0  # seconds, of where idle ranks are
 SAYS = 10.0  # seconds, after which it says so
 UNSTARTED = 20.0  # the same, before a launcher has started the script
 FLOOD = 20e6  # bytes of output: it prints without end
@@ -42,11 +42,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class ActivitySample:
-    """What the ranks did between two looks.
+    """What the ranks did between two samples.
 
     Attributes:
-        time: of the look, in seconds of time.monotonic().
-        used: seconds of CPUs since the look before.
+        time: of the sample, in seconds of time.monotonic().
+        used: seconds of CPUs since the sample before.
         eager: how many threads wanted a CPU.
     """
 
@@ -91,7 +91,7 @@ class Patience:
                     for file in self.observed.glob("*.steps"))
         if steps > self.steps:
             self.steps, self.spent, self.stepped = steps, 0.0, now
-        self.reason = self.look(now, steps)
+        self.reason = self.find_reason(now, steps)
         if now - self.said > SAYS and not self.reason:
             self.said = now
             text = (f"        still waiting after {now - self.begin:.0f} s: "
@@ -102,7 +102,7 @@ class Patience:
             self.say(text)
         return bool(self.reason)
 
-    def look(self, now: float, steps: int) -> str:
+    def find_reason(self, now: float, steps: int) -> str:
         """Return why the ranks are to end, "" if they are to go on.
 
         Args:
@@ -130,7 +130,7 @@ class Patience:
             self.lines = []
         elif not self.begun:
             return "unstarted"
-        elif not self.lines or now - self.asked > LOOKS:
+        elif not self.lines or now - self.asked > SAMPLE_INTERVAL:
             self.asked, self.lines = now, self.launch.lines()
             events = [read_events(self.observed / f"{rank}.jsonl")
                       for rank in range(size)]

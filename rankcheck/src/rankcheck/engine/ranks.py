@@ -130,7 +130,7 @@ class Launch:
         """
         for file in self.folder.glob("*.stack"):
             os.truncate(file, 0)
-        self.signal(fork_server.LOOK)
+        self.signal(fork_server.STACK_SIGNAL)
         end = time.monotonic() + 3  # on a busy machine
         while time.monotonic() < end and not all(
                 'File "' in self.text(rank, "stack") or not job.is_alive()

@@ -41,7 +41,7 @@ SMALL = 1_000_000  # bytes of a file that is copied at once
 MOST = 2_000  # entries of a folder that is copied with all that is in it
 ROOM = 100_000_000  # bytes that are copied at once, in all
 NOTES = "guard"  # the folder of what the guards tell one another
-LOOKS = 20_000  # at files that `Kept` compares
+MOST_FILES = 20_000  # that `Kept` compares
 STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system")
 GUARDED = "RANKCHECK_GUARD"  # the variable by which what is started knows it
 BY_WHOM = ("by another program, or by what the script has started or compiled;"
@@ -368,9 +368,9 @@ class Kept:
     """The files of the current folder, to see which of them are changed."""
 
     def __init__(self) -> None:
-        self.before = self.look()
+        self.before = self.list_states()
 
-    def look(self) -> dict[str, FileState]:
+    def list_states(self) -> dict[str, FileState]:
         """Return the state of each file, by its path, except what this
         process prints to.
         """
@@ -378,10 +378,10 @@ class Kept:
         cwd = os.getcwd()
         own = {os.stat(name).st_ino for name in ("/dev/stdout", "/dev/stderr")
                if os.path.exists(name)}
-        entries = walk(cwd, LOOKS)
+        entries = walk(cwd, MOST_FILES)
         for link in [*entries]:
             if leads_out(link, cwd):
-                entries += walk(link.path, LOOKS - len(entries))
+                entries += walk(link.path, MOST_FILES - len(entries))
         for entry in entries:
             with contextlib.suppress(OSError):
                 now = entry.stat()
@@ -395,7 +395,7 @@ class Kept:
         """Say which have changed, or are gone, since this was asked last; ""
         if none has.
         """
-        now = self.look()
+        now = self.list_states()
         names = [show_path(path) for path, before in self.before.items()
                  if now.get(path) != before]
         self.before = now

@@ -59,9 +59,9 @@ class Answer:
 
 
 def answer(ranks: list[Rank],
-           look_again: Callable[[], list[Rank]] | None = None) -> Answer:
+           sample_again: Callable[[], list[Rank]] | None = None) -> Answer:
     """Judge one job; see `judge` for the arguments."""
-    return Answer(ranks, judge(ranks, look_again))
+    return Answer(ranks, judge(ranks, sample_again))
 
 
 def order(answers: list[Answer], last_start: str | None) -> list[Answer]:

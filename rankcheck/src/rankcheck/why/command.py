@@ -33,7 +33,7 @@ from rankcheck.why.ranks import Rank, RankNumbers
 
 SCHEMA = 3  # of --json: another number if a field changes or goes
 TIMED = 4  # ranks of which the lines are told that take the time
-BETWEEN = 5  # seconds between two looks
+BETWEEN = 5  # seconds between two samples
 
 
 def add_arguments(parser: Parser) -> None:
@@ -151,7 +151,7 @@ def why(request: Request) -> int:
                              for rank in found.ranks):
         raise UserError(say_refused(folder, found))
     answers = order([
-        answer(ranks, partial(look_again, folder, ranks))
+        answer(ranks, partial(sample_again, folder, ranks))
         for ranks in found.jobs], begun.token if begun else None)
     status = int(any(one.is_fault for one in answers))
     if request.as_json:
@@ -319,8 +319,8 @@ def print_answer(found: Answer, request: Request, folder: Path) -> None:
         print(*describe_stacks(found.ranks), sep="\n")
 
 
-def look_again(folder: Path, ranks: list[Rank]) -> list[Rank]:
-    """Return the ranks of the same job, some seconds after the first look."""
+def sample_again(folder: Path, ranks: list[Rank]) -> list[Rank]:
+    """Return the ranks of the same job, sampled again some seconds later."""
     time.sleep(BETWEEN)
     first = {(rank.host, rank.pid) for rank in ranks}
     for later in evidence.gather(folder).jobs:
@@ -338,7 +338,7 @@ def print_times(rank: Rank, most: int = 4) -> None:
         most: how many lines, at most.
     """
     lines: Counter[str] = Counter()
-    for sample in rank.samples:
+    for sample in rank.stack_samples:
         words = str(rank.find_place(sample.stack))
         if rank.sources.find_wait(sample.stack):
             words += " (waits for other ranks)"

@@ -24,7 +24,11 @@ from rankcheck.why.ranks import Rank
 from rankcheck.why.start import SAID, Start
 
 ANSWER = 12  # seconds that the ranks have to answer
-FORMATS = (watcher.FORMAT, "rankcheck 3")  # of records that can be read
+# Of records that can be read
+FORMATS = (watcher.FORMAT, "rankcheck 4", "rankcheck 3")
+# Keys of the formats before today's -> today's
+RENAMED = {"looks": "stack_samples", "still": "idle_seconds",
+           "stays": "line_seconds", "over": "script_ended"}
 HOW = "start it by `rankcheck why run -- COMMAND`"
 PY_SPY = ("while it runs, `py-spy dump --subprocesses --pid PID` shows the "
           "lines of its processes")
@@ -333,7 +337,7 @@ def wait_for_answers(folder: Path, records: list[ProcessRecord],
     while time.monotonic() < end and any(
             record["answers"] and not record["ended"]
             and lives(record) is not False
-            and not (question in record["asked"] and "looks" in record)
+            and not (question in record["asked"] and "stack_samples" in record)
             for record in records):
         time.sleep(0.5)
         records = read(folder)
@@ -357,7 +361,7 @@ def make_ranks(folder: Path, records: list[ProcessRecord],
             record["state"] = proc.read_state(record["pid"])  # stopped
             record["oom_kills"] = kills - record.get("oom_before", kills)
         if not (record["answers"] or record["ended"]):
-            record["still"] = time.time() - record["written"]
+            record["idle_seconds"] = time.time() - record["written"]
         stack = folder / f"{record['process']}.stack"
         fresh = not record["answers"] or question in record["asked"]
         ranks.append(Rank(record, alive, fresh, proc.read_text(stack)))
@@ -412,11 +416,19 @@ def read(folder: Path) -> list[ProcessRecord]:
         record = read_json(file)
         if record.get("format") not in FORMATS:
             continue
+        rename_keys(record)
         ended = record["ended"] or read_json(file.with_suffix(".end")) or None
         calls.unpack_groups(record)
         record.update(ended=ended, process=file.stem)
         found.append(cast(ProcessRecord, record))
     return found
+
+
+def rename_keys(record: dict[str, Any]) -> None:
+    """Give a record of an older format the keys of today's."""
+    for before, now in RENAMED.items():
+        if before in record:
+            record[now] = record.pop(before)
 
 
 def read_json(file: Path) -> dict[str, Any]:

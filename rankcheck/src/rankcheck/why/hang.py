@@ -144,7 +144,7 @@ def find_quiet(folder: Path) -> float | None:
     """Return since when no rank may have made progress, as far as they have
     written, in seconds since 1970; None if none is there that runs.
     """
-    since = [record["written"] - record["still"]
+    since = [record["written"] - record["idle_seconds"]
              for record in evidence.read(folder)
              if not record["ended"] and evidence.lives(record) is not False]
     return max(since, default=None)

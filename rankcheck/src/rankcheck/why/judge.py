@@ -83,23 +83,23 @@ def rule(sign: str, fault: str, fix: str) -> Callable[[Find], Find]:
 
 
 def judge(ranks: Sequence[Rank],
-          look_again: Callable[[], Sequence[Rank]] | None = None) -> Finding:
+          sample_again: Callable[[], Sequence[Rank]] | None = None) -> Finding:
     """Return the `Finding` of the first rule that has one, or what is seen.
 
     Args:
         ranks: as evidence.collect returns them.
         look_again: returns them anew, some seconds later. Without it, nothing
-            is named that takes two looks.
+            is named that takes two samples.
     """
     job = Job(ranks)
     for _, fault, fix, find in RULES:
         diagnosis = find(job)
         if diagnosis is None:
             continue
-        if find in TWO_LOOKS:
-            if look_again is None:
+        if find in NEED_TWO_SAMPLES:
+            if sample_again is None:
                 continue
-            later = look_again()
+            later = sample_again()
             if not later:
                 continue  # there is nothing to see any more
             if not is_same(diagnosis, find(Job(later))):
@@ -301,8 +301,8 @@ def deadlock(job: Job) -> Diagnosis | None:
         f"rank {rank.rank} {describe.describe_wait(rank)}" for rank in cycle))
 
 
-# As they come and go: one look may see several ranks at different moments
-TWO_LOOKS = (deadlock,)
+# As they come and go: one sample may show several ranks at different moments
+NEED_TWO_SAMPLES = (deadlock,)
 
 
 # ------------------------------------------------------------ one has ended
@@ -484,10 +484,10 @@ def straggler(job: Job) -> Diagnosis | None:
     if late.seconds > min(rank.longest_gap for rank in others):
         return None  # nobody has waited so long: its clock is off
     rank = ranks[0]
-    waits = sum(sample.times for sample in rank.samples
+    waits = sum(sample.times for sample in rank.stack_samples
                 if rank.sources.find_wait(sample.stack)
                 or is_in_mpi_call(sample.stack))
-    if waits > SHARE * sum(sample.times for sample in rank.samples):
+    if waits > SHARE * sum(sample.times for sample in rank.stack_samples):
         return None  # it waits itself, as a pipeline's first stage does
     return Diagnosis(ranks, (
         f"{ranks} on {rank.host} is late by {1000 * late.seconds:.0f} ms on "

@@ -134,9 +134,9 @@ class ProcessRecord(TypedDict, total=False):
     answer: str  # as proc.try_meeting() returns it
     answers: bool  # whether its thread runs
     asked: str  # the last questions that it knows
-    still: float  # seconds without a move of the main thread
-    stays: float | None  # seconds in the script's line
-    over: bool  # whether the script has ended, and the process has not
+    idle_seconds: float  # seconds without a move of the main thread
+    line_seconds: float | None  # seconds in the script's line
+    script_ended: bool  # whether the script has ended, and the process has not
     ended: Ended | None
     stack: Stack
     callee: str | None  # what its innermost frame calls
@@ -154,7 +154,7 @@ class ProcessRecord(TypedDict, total=False):
     connecting: list[str]  # as proc.connecting() returns them
 
     # when somebody asks: of the two seconds after that
-    looks: Sequence[Row]  # `StackSample`s
+    stack_samples: Sequence[Row]  # `StackSample`s
     threads: Sequence[Row]  # `ThreadStack`s
     work: Sequence[Row]  # `Work`s
 

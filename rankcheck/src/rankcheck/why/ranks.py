@@ -199,9 +199,9 @@ class Rank:
         handled = record.get("handles")
         if handled is not None:
             self.handles = HandledError(*handled)
-        self.idle_seconds = record.get("still", 0)
-        self.line_seconds = record.get("stays")
-        self.script_ended = record.get("over", False)
+        self.idle_seconds = record.get("idle_seconds", 0)
+        self.line_seconds = record.get("line_seconds")
+        self.script_ended = record.get("script_ended", False)
         self.joined = record.get("joined", False)
         self.launched = record.get("launched", True)
         self.uses_mpi = record.get("mpi", False)
@@ -213,7 +213,8 @@ class Rank:
         self.state = record.get("state", "?")
         self.oom_kills = record.get("oom_kills", 0)
         self.folders = record.get("folders")
-        self.samples = [StackSample(*row) for row in record.get("looks", ())]
+        self.stack_samples = [
+            StackSample(*row) for row in record.get("stack_samples", ())]
         self.work = [Work(*row) for row in record.get("work", ())]
         self.threads: list[ThreadStack] | None = None
         rows = record.get("threads")

@@ -57,12 +57,12 @@ if TYPE_CHECKING:  # importing it takes longer than all else here
 FOLDER = "RANKCHECK_WHY"  # the variable that names the folder
 WATCHED = "RANKCHECK_WATCHED"  # the id of the rank that has started this
 START = "RANKCHECK_START"  # the one that names what `why run` has started
-FORMAT = "rankcheck 4"  # of a record
+FORMAT = "rankcheck 5"  # of a record
 BEGIN = ".start"  # ends the name of the file that says what was started
 MARK = ".rankcheck-start"  # in a start's folder that is ours to remove
-POLL = 2  # seconds between two looks
+POLL = 2  # seconds between two samples
 STILL = 20  # seconds without a move, after which it is written down
-LOOKS = 40  # at where the time goes
+STACK_SAMPLES = 40  # of where the time goes
 PLACES = 10000  # of a loop, at most
 ROOM = 1 << 16  # bytes, for how a process ends
 # What is the same for all ranks at a start, and another at the next
@@ -326,7 +326,7 @@ class Watcher:
             script.f_code.co_code[script.f_lasti]].startswith("RETURN")
 
     def watch_moves(self) -> None:
-        """Look at the main thread until the process ends."""
+        """Sample the main thread until the process ends."""
         self.thread = threading.get_native_id()
         self.asked = proc.read_text(self.ask)
         wait: float = STILL
@@ -377,11 +377,11 @@ class Watcher:
         return not known
 
     def has_left_line(self) -> bool:
-        """Whether the script's line is not that of the last look: a loop comes
+        """Whether the line is not that of the last sample: a loop comes
         back to places that are not new.
         """
         before = self.line
-        self.line = calls.find_sources().find_line(self.look())
+        self.line = calls.find_sources().find_line(self.sample_stack())
         return self.line != before
 
     def note_end(self) -> None:
@@ -405,7 +405,7 @@ class Watcher:
                 yield frame
             frame = frame.f_back
 
-    def look(self, thread: int | None = None
+    def sample_stack(self, thread: int | None = None
              ) -> tuple[tuple[str, int, str], ...]:
         """Return a thread's stack, outermost first: (file, line, function)."""
         return tuple((frame.f_code.co_filename, frame.f_lineno,
@@ -416,22 +416,23 @@ class Watcher:
         """Return the main thread's stacks of two seconds, and what the others
         do meanwhile.
         """
-        looks: collections.Counter[Stack] = collections.Counter()
+        samples: collections.Counter[Stack] = collections.Counter()
         start = time.monotonic()
         before = proc.see_work(self.owner, but=self.thread)
-        while sum(looks.values()) < LOOKS and time.monotonic() < start + 4:
-            time.sleep(2 / LOOKS)
-            looks[self.look()] += 1
-        owners, threads = calls.find_sources(), self.look_at_threads()
+        while (sum(samples.values()) < STACK_SAMPLES
+               and time.monotonic() < start + 4):
+            time.sleep(2 / STACK_SAMPLES)
+            samples[self.sample_stack()] += 1
+        owners, threads = calls.find_sources(), self.sample_threads()
         lines = {number: [name, owners.find_line(stack)]
                  for name, number, stack in threads if number}
         after = proc.see_work(self.owner, but=self.thread)
-        most = [(times, stack) for stack, times in looks.most_common(20)]
-        return {"looks": most, "threads": threads,
+        most = [(times, stack) for stack, times in samples.most_common(20)]
+        return {"stack_samples": most, "threads": threads,
                 "work": proc.describe_work(
                     before, after, time.monotonic() - start, lines)}
 
-    def look_at_threads(self) -> list[Row]:
+    def sample_threads(self) -> list[Row]:
         """Return [name, native id, stack] of all threads that run Python, but
         ours; `threading` may not know some: ["?", 0, stack].
         """
@@ -444,7 +445,8 @@ class Watcher:
         known[threading.main_thread().ident] = ["MainThread", self.owner]
         for ident in list(sys._current_frames()):
             if ident != _thread.get_ident():
-                threads.append([*known.get(ident, ["?", 0]), self.look(ident)])
+                threads.append([*known.get(ident, ["?", 0]),
+                                self.sample_stack(ident)])
         return threads
 
     def find_callee(self) -> str | None:
@@ -469,11 +471,12 @@ class Watcher:
         record: ProcessRecord = {
             **self.at_begin, **watched, "rank": rank, "world_size": size,
             "master": [address, port],
-            "written": time.time(), "still": self.idle_seconds,
-            "stays": self.line_seconds, "over": self.script_ended,
+            "written": time.time(), "idle_seconds": self.idle_seconds,
+            "line_seconds": self.line_seconds,
+            "script_ended": self.script_ended,
             "ended": None,
             # who does not look yet, does not see it move either
-            "stack": self.look() if self.thread else [],
+            "stack": self.sample_stack() if self.thread else [],
             "callee": self.find_callee() if self.thread else None,
             "handles": find_handled() if self.thread else None,
             "folders": sources.find_folders(),
