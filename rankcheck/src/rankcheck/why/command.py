@@ -18,7 +18,7 @@ from rankcheck.engine.findings import Finding, count_of
 from rankcheck.system.command_line import Parser
 from rankcheck.system.errors import UserError
 from rankcheck.why import dumps, evidence, hang, start
-from rankcheck.why.answer import (
+from rankcheck.why.job_report import (
     Answer,
     answer,
     describe_group,

@@ -12,7 +12,7 @@ import pytest
 
 from rankcheck.system import proc
 from rankcheck.system.hook import HOOK
-from rankcheck.why import answer, command, evidence, hang, watcher
+from rankcheck.why import command, evidence, hang, job_report, watcher
 from rankcheck.why.ranks import Rank
 from rankcheck_testing.evidence import FOLDER, read_ranks
 from rankcheck_testing.support import HOUSE, SOURCE_PATH, program, wait_for
@@ -39,14 +39,14 @@ def test_equal_ranks_have_one_line():
     ranks = [make_rank(number, idle_seconds=30.0 + number % 3)
              for number in range(63)]
     ranks.append(make_rank(63, line=9, calls=[]))
-    first, last = map(answer.describe_group, answer.group_equal(ranks))
+    first, last = map(job_report.describe_group, job_report.group_equal(ranks))
     assert first == (
         "ranks 0-62 on node1, node2, collective 7: wait in barrier, "
         "collective 7 of group 0, in line 8 of x.py for 30-32 s")
     assert last.startswith("rank 63 on node2, process 4063: is in line 9 of")
     del ranks[5], ranks[40:42]
-    found = answer.answer(ranks)
-    assert answer.describe_missing(found).startswith(
+    found = job_report.answer(ranks)
+    assert job_report.describe_missing(found).startswith(
         "ranks 5, 41, 42, of 64, have left no record here: look for ranks "
         "that run without the hook")
 
@@ -55,20 +55,20 @@ def test_equal_ranks_have_one_line():
     ([3], "rank 3"), ([0, 1], "ranks 0, 1"), ([0, 2, 3, 4], "ranks 0, 2-4"),
     ([7, 6, 5, 9], "ranks 5-7, 9")])
 def test_ranks_in_words(numbers, words):
-    assert answer.join_ranks(numbers) == words
+    assert job_report.join_ranks(numbers) == words
 
 
 def test_what_differs_between_equal_ranks():
     texts = ["busy: process 7 (gzip) for 9 s; last wrote at 10:00:03",
              "busy: process 12 (gzip) for 10 s; last wrote at 10:00:01"]
-    assert answer.merge_words(texts) == (
+    assert job_report.merge_words(texts) == (
         "busy: process 7-12 (gzip) for 9-10 s; last wrote at "
         "10:00:01-10:00:03")
-    assert answer.merge_words(texts[:1]) == texts[0]
+    assert job_report.merge_words(texts[:1]) == texts[0]
 
 
 def test_stacks_of_equal_ranks_are_printed_once():
-    lines = answer.describe_stacks([make_rank(0), make_rank(1), make_rank(
+    lines = job_report.describe_stacks([make_rank(0), make_rank(1), make_rank(
         2, line=9, threads=[["saver", 77, [["y.py", 1, "save"]]]])])
     assert lines == [
         "main thread of ranks 0, 1:", '  File "x.py", line 8, in train',
@@ -80,7 +80,8 @@ def test_stacks_of_equal_ranks_are_printed_once():
     path.stem for path in FOLDER.glob("*.jsonl")))
 def test_every_answer_is_json(name):
     """All that JSON cannot hold is null, in every kind of end."""
-    found = answer.to_json(answer.answer(read_ranks(name)), stacks=True)
+    found = job_report.to_json(job_report.answer(read_ranks(name)),
+                               stacks=True)
     text = json.dumps(found, allow_nan=False)
     assert {*json.loads(text)} | {"schema"} <= FIELDS
     for rank in found["ranks"]:
@@ -91,8 +92,9 @@ def test_every_answer_is_json(name):
 def test_the_page_names_all_fields():
     page = (HOUSE / "README.md").read_text()
     page = page[page.index("`rankcheck why --json`"):]
-    for name in FIELDS | {*answer.to_json(
-            answer.Answer([make_rank(0)], answer.judge([make_rank(0)])),
+    for name in FIELDS | {*job_report.to_json(
+            job_report.Answer([make_rank(0)],
+                              job_report.judge([make_rank(0)])),
             stacks=True)["ranks"][0]}:
         assert name in page, name
 
@@ -102,11 +104,11 @@ def test_the_words_of_the_answers(snapshot, capsys):
     page = []
     for name in sorted(path.stem for path in FOLDER.glob("*.jsonl")):
         ranks = read_ranks(name)
-        found = answer.answer(ranks, lambda ranks=ranks: ranks)
+        found = job_report.answer(ranks, lambda ranks=ranks: ranks)
         command.print_finding(found.finding)
         page += [f"# {name}", "", capsys.readouterr().out.rstrip()]
-        for group in answer.group_equal(ranks):
-            page.append(f"  {answer.describe_group(group)}")
+        for group in job_report.group_equal(ranks):
+            page.append(f"  {job_report.describe_group(group)}")
         page.append("")
     # a clock shows the machine's own time zone
     text = re.sub(r"\b\d\d:\d\d:\d\d\b", "TIME", "\n".join(page))
