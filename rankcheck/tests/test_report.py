@@ -115,7 +115,7 @@ def script(tmp_path, monkeypatch):
 def test_an_error_of_a_question_is_status_2(script, monkeypatch, capsys):
     """With each question broken, and with one of them."""
     one, *_ = questions.QUESTIONS
-    broken = [replace(question, answer=raises)
+    broken = [replace(question, find=raises)
               for question in questions.QUESTIONS]
     some = [*broken[:1], *questions.QUESTIONS[1:]]
     for asked, count in (broken, len(broken)), (some, 1):

@@ -95,7 +95,7 @@ def answers(recorded, monkeypatch):
             findings = ask(question, case)
             for finding in findings:
                 if finding.verdict != "ok":
-                    found.setdefault(question.answer, finding)
+                    found.setdefault(question.find, finding)
             return findings
 
         def start(planned):
@@ -569,7 +569,7 @@ def test_what_an_own_error_leaves(recorded):
     made = questions.verify(Runs(
         lambda planned: runs[planned.size, ""], 2, 4))
     error, = made.internal_errors
-    titles = {question.answer: question.title for question in QUESTIONS}
+    titles = {question.find: question.title for question in QUESTIONS}
     assert error.startswith(f"{titles[samples.samples]}: TypeError: ")
     assert made.findings and not made.uncompared
 
@@ -1130,4 +1130,4 @@ def test_a_sharded_parameter_has_no_gradient_before_it_is_reduced(recorded):
 def test_each_question_is_answered_with_a_no():
     asked = {DRAWN, resume.resumed_run,
              *(question for *_, question, _ in CASES)}
-    assert asked == {question.answer for question in QUESTIONS}
+    assert asked == {question.find for question in QUESTIONS}

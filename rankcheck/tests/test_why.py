@@ -24,7 +24,7 @@ from rankcheck.system.sources import Sources, find_callee
 from rankcheck.why import calls, command, evidence, jobs, start, watcher
 from rankcheck.why.describe import describe
 from rankcheck.why.evidence import collect
-from rankcheck.why.judge import RULES, find_last, judge
+from rankcheck.why.judge import FAULT_QUESTIONS, find_last, judge
 from rankcheck.why.ranks import Rank
 from rankcheck.why.watcher import MARK
 from rankcheck_testing.evidence import (
@@ -1017,7 +1017,7 @@ def test_a_start_by_the_number_of_its_job(tmp_path, monkeypatch):
 def test_the_page_has_a_row_for_each_fault():
     """In the rules' own words."""
     table = "".join(f"| {sign} | {fault}: {find.__doc__} | {fix} |\n"
-                    for sign, fault, fix, find in RULES)
+                    for sign, fault, fix, find in FAULT_QUESTIONS)
     assert table in (HOUSE / "docs/why.md").read_text(), table
 
 

@@ -45,7 +45,7 @@ def test_equal_ranks_have_one_line():
         "collective 7 of group 0, in line 8 of x.py for 30-32 s")
     assert last.startswith("rank 63 on node2, process 4063: is in line 9 of")
     del ranks[5], ranks[40:42]
-    found = job_report.answer(ranks)
+    found = job_report.report_job(ranks)
     assert job_report.describe_missing(found).startswith(
         "ranks 5, 41, 42, of 64, have left no record here: look for ranks "
         "that run without the hook")
@@ -80,7 +80,7 @@ def test_stacks_of_equal_ranks_are_printed_once():
     path.stem for path in FOLDER.glob("*.jsonl")))
 def test_every_answer_is_json(name):
     """All that JSON cannot hold is null, in every kind of end."""
-    found = job_report.to_json(job_report.answer(read_ranks(name)),
+    found = job_report.to_json(job_report.report_job(read_ranks(name)),
                                stacks=True)
     text = json.dumps(found, allow_nan=False)
     assert {*json.loads(text)} | {"schema"} <= FIELDS
@@ -93,8 +93,8 @@ def test_the_page_names_all_fields():
     page = (HOUSE / "README.md").read_text()
     page = page[page.index("`rankcheck why --json`"):]
     for name in FIELDS | {*job_report.to_json(
-            job_report.Answer([make_rank(0)],
-                              job_report.judge([make_rank(0)])),
+            job_report.JobReport([make_rank(0)],
+                                 job_report.judge([make_rank(0)])),
             stacks=True)["ranks"][0]}:
         assert name in page, name
 
@@ -104,7 +104,7 @@ def test_the_words_of_the_answers(snapshot, capsys):
     page = []
     for name in sorted(path.stem for path in FOLDER.glob("*.jsonl")):
         ranks = read_ranks(name)
-        found = job_report.answer(ranks, lambda ranks=ranks: ranks)
+        found = job_report.report_job(ranks, lambda ranks=ranks: ranks)
         command.print_finding(found.finding)
         page += [f"# {name}", "", capsys.readouterr().out.rstrip()]
         for group in job_report.group_equal(ranks):

@@ -196,9 +196,9 @@ def test_a_kernel_of_the_table(name, tmp_path):
     script = program(tmp_path / "train_gpt2.py", case.script())
     bench = bench_of("kernels", script, tmp_path)
     row, *_ = plan.plan_runs("kernels")
-    answers = ask(bench.make(row), None, row.kind)
-    assert not answers.internal_errors
-    found = [finding for finding in answers.findings
+    results = ask(bench.make(row), None, row.kind)
+    assert not results.internal_errors
+    found = [finding for finding in results.findings
              if finding.verdict != "ok"]
     assert len(found) == (not case.right)
     assert all(read_expected(line).is_in(found) for line in case.says)
@@ -212,7 +212,7 @@ def test_an_error_of_the_check_itself_is_no_verdict(
                         lambda *what: noted.append(what))
     monkeypatch.setattr(
         classroom, "note", lambda *what, **more: noted.append(what))
-    broken = [replace(question, answer=lambda examined: examined.nothing)
+    broken = [replace(question, find=lambda examined: examined.nothing)
               if question.title == "it runs to its end" else question
               for question in questions.QUESTIONS]
     monkeypatch.setattr(questions, "QUESTIONS", broken)

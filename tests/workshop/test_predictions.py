@@ -153,9 +153,9 @@ def test_the_check_knows_a_wrapper_of_ones_own(tmp_path):
                   script.read_bytes())
     reference = reference_of(bench)
     planned, _ = plan_runs("ddp", quickly=True)
-    answers = ask(bench.make(planned), reference, planned.kind)
-    assert answers.findings and not answers.internal_errors
-    assert all(finding.verdict == "ok" for finding in answers.findings)
+    results = ask(bench.make(planned), reference, planned.kind)
+    assert results.findings and not results.internal_errors
+    assert all(finding.verdict == "ok" for finding in results.findings)
 
 
 def run_cell(name, change=lambda source: source):

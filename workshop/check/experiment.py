@@ -81,8 +81,8 @@ def try_out(bench: Bench, planned: PlannedRun, name: NameLine) -> Outcome:
     name: what a `Line` of the script that is tried is called.
     """
     run = bench.make(planned)
-    answers = ask(run, reference_of(bench), planned.kind)
-    failures = [one for one in answers.findings if one.verdict == "FAIL"]
+    results = ask(run, reference_of(bench), planned.kind)
+    failures = [one for one in results.findings if one.verdict == "FAIL"]
     mistake = None
     if failures:
         first = failures[0]
@@ -90,12 +90,12 @@ def try_out(bench: Bench, planned: PlannedRun, name: NameLine) -> Outcome:
                           frozenset(first.lines),
                           re.sub(r"\d+", "0", first.error))
     findings = []
-    for finding in answers.findings:
+    for finding in results.findings:
         named = name_lines(finding, name)
         if failures and finding.verdict != "ok" and finding is not first:
             named = replace(named, verdict="and")
         findings.append(named)
-    return Outcome(planned, run, findings, mistake, answers.internal_errors)
+    return Outcome(planned, run, findings, mistake, results.internal_errors)
 
 
 def reference_of(bench: Bench) -> StageRun:

@@ -5,7 +5,7 @@ what it is asked about with `question(...)`. Its place in the order is its
 place in the files, which are asked in the order of the imports here.
 """
 
-from rankcheck.engine.questions import Answers, ask_all
+from rankcheck.engine.questions import QuestionResults, ask_all
 from workshop.check.stage_runs import StageRun
 
 # isort: off
@@ -19,7 +19,7 @@ __all__ = ["QUESTIONS", "ask", "model", "process", "report"]
 
 
 def ask(run: StageRun, reference: StageRun, kind: str = "whole"
-        ) -> Answers[Examined]:
+        ) -> QuestionResults[Examined]:
     """Ask all questions about a run, in their order.
 
     Args:

@@ -19,8 +19,8 @@ from workshop.check.stage_runs import StageRun
 LAST, TIED = "lm_head.weight", "transformer.wte.weight"
 put_together = partial(assemble, same={LAST: TIED})
 
-# Errors that an answer may raise on what a script has left: a checkpoint, for
-# example, may hold anything.
+# Errors that a comparison may raise on what a script has left: a checkpoint,
+# for example, may hold anything.
 STRANGE = (ArithmeticError, AttributeError, LookupError, RuntimeError,
            TypeError, ValueError)
 
@@ -42,14 +42,14 @@ class Examined:
 
 
 # None where the title of the question says it all
-Answer: TypeAlias = Callable[[StageRun, StageRun], "Finding | None"]
+Compare: TypeAlias = Callable[[StageRun, StageRun], "Finding | None"]
 # In the order in which they are asked: causes before their effects
 QUESTIONS: list[Question[Examined]] = []
 
 
 def question(title: str, kinds: tuple[str, ...] = ("whole",),
              where: Callable[[StageRun], bool] = always,
-             early: bool = False) -> Callable[[Answer], Answer]:
+             early: bool = False) -> Callable[[Compare], Compare]:
     """Ask the decorated function about runs.
 
     Args:
@@ -59,25 +59,25 @@ def question(title: str, kinds: tuple[str, ...] = ("whole",),
         early: also about a run that has not come to its end; a failure
             then leaves nothing to ask.
     """
-    def add(answer: Answer) -> Answer:
+    def add(compare: Compare) -> Compare:
         def applies(examined: Examined) -> bool:
             run = examined.run
             has_ended = early or all(run.records)
             return examined.kind in kinds and has_ended and where(run)
 
         def find(examined: Examined) -> list[Finding]:
-            return [judge(title, answer, examined)]
+            return [judge(title, compare, examined)]
 
         QUESTIONS.append(Question(title, find, applies, ends=early))
-        return answer
+        return compare
 
     return add
 
 
-def judge(title: str, answer: Answer, examined: Examined) -> Finding:
-    """Return an answer's finding, or a failure where it cannot be found."""
+def judge(title: str, compare: Compare, examined: Examined) -> Finding:
+    """Return a comparison's finding, or a failure where it cannot be found."""
     try:
-        found = answer(examined.run, examined.reference)
+        found = compare(examined.run, examined.reference)
     except RecursionError:
         return warn(f"it was not checked whether {title}",
                     "simplify the script: an expression is nested too deeply",
@@ -133,7 +133,7 @@ def ask_about(column: str, title: str, name: str, tolerance: float,
         kinds: of runs, beside "whole".
     """
     @question(title, ("whole", *kinds))
-    def answer(run: StageRun, reference: StageRun) -> Finding | None:
+    def compare(run: StageRun, reference: StageRun) -> Finding | None:
         rows = {number(row, "step"): row for row in run.rows}
         for step in range(STEPS):
             value = number(rows.get(step, {}), column)

@@ -23,7 +23,7 @@ class Question(Generic[Subject]):
 
     Attributes:
         title: what is right where the answer is "ok".
-        answer: returns findings; it starts nothing and changes nothing.
+        find: returns findings; it starts nothing and changes nothing.
         applies: whether the question is asked about a subject.
         ends: whether a failure ends the questions: after a script that did
             not come to its end, the others have nothing to look at. So does
@@ -31,7 +31,7 @@ class Question(Generic[Subject]):
     """
 
     title: str
-    answer: Callable[[Subject], Iterable[Finding]]
+    find: Callable[[Subject], Iterable[Finding]]
     applies: Callable[[Subject], bool] = always
     ends: bool = False
 
@@ -39,14 +39,14 @@ class Question(Generic[Subject]):
         """Return the findings, each with this question's title."""
         if not self.applies(subject):
             return []
-        findings = [*self.answer(subject)]
+        findings = [*self.find(subject)]
         for finding in findings:
             finding.question = self.title
         return findings
 
 
 @dataclass(frozen=True)
-class Answers(Generic[Subject]):
+class QuestionResults(Generic[Subject]):
     """What questions have found.
 
     Attributes:
@@ -68,7 +68,7 @@ def keep(subject: Subject, finding: Finding) -> Subject:
 
 def ask_all(questions: Iterable[Question[Subject]], subject: Subject,
             learn: Callable[[Subject, Finding], Subject] = keep
-            ) -> Answers[Subject]:
+            ) -> QuestionResults[Subject]:
     """Ask all questions that apply, one after the other.
 
     Args:
@@ -80,16 +80,16 @@ def ask_all(questions: Iterable[Question[Subject]], subject: Subject,
     errors: list[str] = []
     for question in questions:
         try:
-            answered = question.ask(subject)
+            found = question.ask(subject)
         except Exception as error:
             errors.append(f"{question.title}: {describe_error(error)}")
             if question.ends:
                 break
             continue
-        findings += answered
-        for finding in answered:
+        findings += found
+        for finding in found:
             subject = learn(subject, finding)
-        failed = any(finding.verdict == "FAIL" for finding in answered)
+        failed = any(finding.verdict == "FAIL" for finding in found)
         if failed and question.ends:
             break
-    return Answers(subject, findings, errors)
+    return QuestionResults(subject, findings, errors)

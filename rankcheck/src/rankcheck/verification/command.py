@@ -225,8 +225,8 @@ def examine(words: list[str], size: int, steps: int,
         experiment = Experiment(program, size, device, patience, workspace,
                                 preload, out.say)
         made = runs.Runs(experiment.start, size, steps, device, resume_flags)
-        answers = questions.verify(made)
-        findings = answers.findings
+        verification = questions.verify(made)
+        findings = verification.findings
         if changed := workspace.files.changed():
             findings.append(warn(changed, sandbox.BY_WHOM,
                                  kind="changed-files"))
@@ -235,10 +235,10 @@ def examine(words: list[str], size: int, steps: int,
     if made.waited:
         made.waited.findings = findings
         raise made.waited
-    uncompared = () if allow_uncompared else tuple(answers.uncompared)
+    uncompared = () if allow_uncompared else tuple(verification.uncompared)
     return Report(program.script, tuple(findings),
-                  tuple(answers.not_checked), uncompared,
-                  tuple(answers.internal_errors))
+                  tuple(verification.not_checked), uncompared,
+                  tuple(verification.internal_errors))
 
 
 def split_flags(text: str | None) -> list[str] | None:

@@ -29,7 +29,7 @@ SAME_SETTING = 1e-3
 
 # What a rank has recorded of a step; see rankcheck.record.rows
 StepRecord: TypeAlias = dict[str, Any]
-Ask: TypeAlias = "Callable[[Comparison], Iterable[Finding]]"
+Find: TypeAlias = "Callable[[Comparison], Iterable[Finding]]"
 
 # In the order in which they are asked: causes before their effects
 QUESTIONS: list[Question[Comparison]] = []
@@ -41,16 +41,16 @@ def shows_tensors(case: Comparison) -> bool:
 
 
 def question(title: str, where: Callable[[Comparison], bool] = shows_tensors
-             ) -> Callable[[Ask], Ask]:
+             ) -> Callable[[Find], Find]:
     """Ask the decorated function about a `Comparison`.
 
     Args:
         title: what is right where the answer is "ok".
         where: whether it is asked about a comparison.
     """
-    def add(answer: Ask) -> Ask:
-        QUESTIONS.append(Question(title, answer, where))
-        return answer
+    def add(find: Find) -> Find:
+        QUESTIONS.append(Question(title, find, where))
+        return find
 
     return add
 

@@ -19,14 +19,14 @@ from rankcheck.system.command_line import Parser
 from rankcheck.system.errors import UserError
 from rankcheck.why import dumps, evidence, hang, start
 from rankcheck.why.job_report import (
-    Answer,
-    answer,
+    JobReport,
     describe_group,
     describe_missing,
     describe_stacks,
     group_equal,
     name_job,
     order,
+    report_job,
     to_json,
 )
 from rankcheck.why.ranks import Rank, RankNumbers
@@ -150,25 +150,25 @@ def why(request: Request) -> int:
     if found.refused and any(rank.alive is not False and not rank.ended
                              for rank in found.ranks):
         raise UserError(say_refused(folder, found))
-    answers = order([
-        answer(ranks, partial(sample_again, folder, ranks))
+    reports = order([
+        report_job(ranks, partial(sample_again, folder, ranks))
         for ranks in found.jobs], begun.token if begun else None)
-    status = int(any(one.is_fault for one in answers))
+    status = int(any(one.is_fault for one in reports))
     if request.as_json:
-        first, *others = [to_json(one, request.stacks) for one in answers]
+        first, *others = [to_json(one, request.stacks) for one in reports]
         print_document({
             "status": status, "folder": str(folder),
-            "command": find_command(answers[0], commands), **first,
+            "command": find_command(reports[0], commands), **first,
             "other_jobs": others,
             "slurm": evidence.ask_about(name)})
         return status
-    if len(answers) == 1:
-        print_answer(answers[0], request, folder)
+    if len(reports) == 1:
+        print_report(reports[0], request, folder)
     else:
-        print_all(answers, request, folder, commands)
-    if not all(one.runs for one in answers):
+        print_reports(reports, request, folder, commands)
+    if not all(one.runs for one in reports):
         print_outputs(starts, found.jobs)
-    if answers[0].finding.kind in ("", "straggler"):
+    if reports[0].finding.kind in ("", "straggler"):
         for line in request.explain_speed(find_place(request, folder)):
             print(line)
     return status
@@ -208,7 +208,7 @@ def print_finding(finding: Finding) -> None:
         print(f"{label}: {finding.fix_text}")
 
 
-def find_command(found: Answer,
+def find_command(found: JobReport,
                  commands: Mapping[str, list[str]]) -> list[str] | None:
     """Return by which command a job was started; None if it is not known.
 
@@ -273,32 +273,32 @@ def find_place(request: Request, folder: Path) -> Path:
                 folder.parent)
 
 
-def print_all(answers: list[Answer], request: Request, folder: Path,
-              commands: dict[str, list[str]]) -> None:
+def print_reports(reports: list[JobReport], request: Request, folder: Path,
+                  commands: dict[str, list[str]]) -> None:
     """Print of several jobs in full those with a fault, those that run, and
     the last one; of the others a line.
 
     Args:
         commands: what each start has started, by its token.
     """
-    tokens = {one.token for one in answers}
-    count = sum(one.runs for one in answers)
-    print(f"{len(answers)} jobs were started here, {count} still running; "
+    tokens = {one.token for one in reports}
+    count = sum(one.runs for one in reports)
+    print(f"{len(reports)} jobs were started here, {count} still running; "
           "the most important is first")
-    newest = max(answers, key=lambda one: one.ranks[0].began)
-    for number, one in enumerate(answers, 1):
+    newest = max(reports, key=lambda one: one.ranks[0].began)
+    for number, one in enumerate(reports, 1):
         name = name_job(one)
         words = find_command(one, commands)
         if len(tokens) > 1 and words is not None:
             name += f", of {shlex.join(words)}"
-        print(f"\njob {number} of {len(answers)}: {name}")
+        print(f"\njob {number} of {len(reports)}: {name}")
         if one.is_fault or one.runs or one is newest:
-            print_answer(one, request, folder)
+            print_report(one, request, folder)
         else:
             print(f"no fault is proven: {one.finding.text}")
 
 
-def print_answer(found: Answer, request: Request, folder: Path) -> None:
+def print_report(found: JobReport, request: Request, folder: Path) -> None:
     finding = found.finding
     print_finding(finding)
     for line in evidence.ask_about(request.target or str(folder)):

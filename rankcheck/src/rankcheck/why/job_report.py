@@ -25,7 +25,7 @@ DIFFERS = re.compile(r"(?<= for )\d+(?= s\b)|\b\d\d:\d\d:\d\d\b"
 
 
 @dataclass(frozen=True)
-class Answer:
+class JobReport:
     """What was found of one job."""
 
     ranks: list[Rank]
@@ -58,21 +58,22 @@ class Answer:
         return sorted({*range(self.world_size or 0)} - found)
 
 
-def answer(ranks: list[Rank],
-           sample_again: Callable[[], list[Rank]] | None = None) -> Answer:
+def report_job(ranks: list[Rank],
+               sample_again: Callable[[], list[Rank]] | None = None
+               ) -> JobReport:
     """Judge one job; see `judge` for the arguments."""
-    return Answer(ranks, judge(ranks, sample_again))
+    return JobReport(ranks, judge(ranks, sample_again))
 
 
-def order(answers: list[Answer], last_start: str | None) -> list[Answer]:
+def order(reports: list[JobReport], last_start: str | None) -> list[JobReport]:
     """Return what matters most first: a proven fault, then what is of the
     last start, then what runs, then what began last.
 
     Args:
-        answers: those that began first are first.
+        reports: those that began first are first.
         last_start: its token; None if it is not known.
     """
-    return sorted(reversed(answers), key=lambda one: (
+    return sorted(reversed(reports), key=lambda one: (
         not one.is_fault, one.token != last_start, not one.runs))
 
 
@@ -148,7 +149,7 @@ def describe_group(ranks: list[Rank]) -> str:
     return f"{line}: {words}"
 
 
-def describe_missing(found: Answer) -> str:
+def describe_missing(found: JobReport) -> str:
     """Return of which ranks nothing is known; "" if something is of all."""
     if not found.missing:
         return ""
@@ -157,7 +158,7 @@ def describe_missing(found: Answer) -> str:
             f"no record here: {UNWATCHED}")
 
 
-def name_job(found: Answer) -> str:
+def name_job(found: JobReport) -> str:
     """Return what tells a job from others: its ranks, and where they meet.
     """
     first = found.ranks[0]
@@ -202,7 +203,7 @@ def freeze(stack: Stack) -> tuple[Any, ...]:
 # ------------------------------------------------------------------- JSON
 
 
-def to_json(found: Answer, stacks: bool) -> dict[str, Any]:
+def to_json(found: JobReport, stacks: bool) -> dict[str, Any]:
     """Return a job, as README.md describes it.
 
     Args:

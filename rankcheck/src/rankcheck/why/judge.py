@@ -1,10 +1,10 @@
-"""From the evidence to an answer: what is proven, and else what is seen.
+"""From the evidence to a finding: what is proven, and else what is seen.
 
-The rules are asked in their order, causes before effects: ranks that have not
-met cannot call different collectives, and one that has ended makes others
-wait. A rule is a fault that the evidence proves, because it excludes all else;
-its docstring is the fault's line in rankcheck/docs/why.md. If no rule holds,
-`report` says where the ranks are.
+The questions are asked in their order, causes before effects: ranks that have
+not met cannot call different collectives, and one that has ended makes others
+wait. Each is about a fault that the evidence can prove, because it excludes
+all else; its docstring is the fault's line in rankcheck/docs/why.md. If it is
+none of them, `report` says where the ranks are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TRUNCATED = re.compile("message truncated|MPI_ERR_TRUNCATE", re.I)
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a rule has proven of a job."""
+    """What a question has proven of a job."""
 
     blamed: RankList
     sentence: str
@@ -56,8 +56,8 @@ class Diagnosis:
 Find = Callable[[Job], "Diagnosis | None"]
 
 
-class Rule(NamedTuple):
-    """A fault, and how it is proven.
+class FaultQuestion(NamedTuple):
+    """Whether a job has a fault.
 
     Attributes:
         sign: what people see.
@@ -71,28 +71,28 @@ class Rule(NamedTuple):
     find: Find
 
 
-RULES: list[Rule] = []
+FAULT_QUESTIONS: list[FaultQuestion] = []
 
 
-def rule(sign: str, fault: str, fix: str) -> Callable[[Find], Find]:
-    """Make a function a `Rule`, the last of `RULES`."""
+def asks(sign: str, fault: str, fix: str) -> Callable[[Find], Find]:
+    """Make a function the last of `FAULT_QUESTIONS`."""
     def add(find: Find) -> Find:
-        RULES.append(Rule(sign, fault, fix, find))
+        FAULT_QUESTIONS.append(FaultQuestion(sign, fault, fix, find))
         return find
     return add
 
 
 def judge(ranks: Sequence[Rank],
           sample_again: Callable[[], Sequence[Rank]] | None = None) -> Finding:
-    """Return the `Finding` of the first rule that has one, or what is seen.
+    """Return the first question's `Finding`, or what is seen.
 
     Args:
         ranks: as evidence.collect returns them.
-        look_again: returns them anew, some seconds later. Without it, nothing
-            is named that takes two samples.
+        sample_again: returns them anew, some seconds later. Without it,
+            nothing is named that takes two samples.
     """
     job = Job(ranks)
-    for _, fault, fix, find in RULES:
+    for _, fault, fix, find in FAULT_QUESTIONS:
         diagnosis = find(job)
         if diagnosis is None:
             continue
@@ -110,7 +110,7 @@ def judge(ranks: Sequence[Rank],
 
 
 def is_same(diagnosis: Diagnosis, later: Diagnosis | None) -> bool:
-    """Whether a rule has said the same of the same ranks twice."""
+    """Whether a question has said the same of the same ranks twice."""
     if later is None or diagnosis.sentence != later.sentence:
         return False
     return [rank.rank for rank in diagnosis.blamed] == [
@@ -121,7 +121,7 @@ BEGINS, STOPS, ENDS, SLOW = ("it never starts", "it hangs", "it ends",
                              "it is slow")
 
 
-@rule(STOPS, "stopped process", "resume it: kill -CONT PID")
+@asks(STOPS, "stopped process", "resume it: kill -CONT PID")
 def stopped(job: Job) -> Diagnosis | None:
     """a signal has stopped it, as Ctrl-Z and `scontrol suspend` do"""
     ranks = job.select(lambda rank: rank.runs and rank.state == "T"
@@ -137,7 +137,7 @@ def stopped(job: Job) -> Diagnosis | None:
 # --------------------------------------------------------- they do not meet
 
 
-@rule(BEGINS, "duplicate rank", "give each node its own --node-rank, and each "
+@asks(BEGINS, "duplicate rank", "give each node its own --node-rank, and each "
       "process its own RANK")
 def same_number(job: Job) -> Diagnosis | None:
     """several processes that join have the same RANK"""
@@ -153,7 +153,7 @@ def same_number(job: Job) -> Diagnosis | None:
         ranks, f"several processes have the same RANK: {words}")
 
 
-@rule(BEGINS, "different addresses", "export the same values on all nodes")
+@asks(BEGINS, "different addresses", "export the same values on all nodes")
 def other_address(job: Job) -> Diagnosis | None:
     """the port, the world size or the address differ between ranks"""
     if not job.not_joined:
@@ -190,7 +190,7 @@ def find_odd_value(name: str, read: Callable[[Rank], int | str | None],
                      f"{read(ranks[0])} on {RankList(ranks[:1])}")
 
 
-@rule(BEGINS, "wrong MASTER_ADDR", "export MASTER_ADDR=HOST, a name or "
+@asks(BEGINS, "wrong MASTER_ADDR", "export MASTER_ADDR=HOST, a name or "
       "address of rank 0's node")
 def wrong_address(job: Job) -> Diagnosis | None:
     """rank 0 cannot connect to its own MASTER_ADDR"""
@@ -204,7 +204,7 @@ def wrong_address(job: Job) -> Diagnosis | None:
                      f"{ranks[0].master_problem}")
 
 
-@rule(BEGINS, "blocked port", "use another MASTER_PORT, open the firewall "
+@asks(BEGINS, "blocked port", "use another MASTER_PORT, open the firewall "
       "between the nodes, or use an address of another network: `ip address` "
       "lists the interfaces")
 def blocked_port(job: Job) -> Diagnosis | None:
@@ -241,7 +241,7 @@ def root_of(call: RankCall, calls: Calls) -> Hashable:
     return call.get("root")
 
 
-@rule(STOPS, "collective mismatch", "call the same collectives in the same "
+@asks(STOPS, "collective mismatch", "call the same collectives in the same "
       "order on all ranks, with the same shape, dtype and root: look for a "
       "branch that not all ranks take; print shape and dtype before it")
 def other_calls(job: Job) -> Diagnosis | None:
@@ -284,7 +284,7 @@ def compare_calls(job: Job, calls: Calls,
     return Diagnosis(job.select(lambda rank: rank.rank in odd), sentence)
 
 
-@rule(STOPS, "deadlock", "use the groups in the same order on all ranks, and "
+@asks(STOPS, "deadlock", "use the groups in the same order on all ranks, and "
       "match each recv with a send")
 def deadlock(job: Job) -> Diagnosis | None:
     """each waits for the other, which no thread of either can end"""
@@ -308,7 +308,7 @@ NEED_TWO_SAMPLES = (deadlock,)
 # ------------------------------------------------------------ one has ended
 
 
-@rule(ENDS, "aborted in another line", "check that these lines call the "
+@asks(ENDS, "aborted in another line", "check that these lines call the "
       "same collectives with the same sizes: gloo aborts the rank that gets a "
       "message of another size than it expects, a watchdog those that wait "
       f"too long; {LOG}")
@@ -325,7 +325,7 @@ def aborted(job: Job) -> Diagnosis | None:
     return Diagnosis(ranks, describe.describe_each(job.ranks))
 
 
-@rule(ENDS, "rank killed", "read its last output in the log, above the "
+@asks(ENDS, "rank killed", "read its last output in the log, above the "
       "launcher's, and `dmesg` on that node: the kernel sends SIGKILL when "
       "memory is full, and so does a scheduler; gloo aborts on a message of "
       f"another size than it expects; {LOG}")
@@ -356,7 +356,7 @@ def killed(job: Job) -> Diagnosis | None:
     return Diagnosis(ranks, words)
 
 
-@rule(ENDS, "rank failed", "start with this error, as the other ranks "
+@asks(ENDS, "rank failed", "start with this error, as the other ranks "
       "failed because of it (exception: if MPI says 'message truncated', "
       "check the sender's size); if memory is full, use a smaller microbatch")
 def first_error(job: Job) -> Diagnosis | None:
@@ -397,7 +397,7 @@ def identify_error(rank: Rank) -> str | tuple[str, Place]:
     return error, rank.place
 
 
-@rule(ENDS, "rank ended early", "take the same number of steps on all ranks: "
+@asks(ENDS, "rank ended early", "take the same number of steps on all ranks: "
       "check that each has as many batches, and what this one printed")
 def ended_early(job: Job) -> Diagnosis | None:
     """it ended without an error, and others wait for it or have lost it"""
@@ -426,7 +426,7 @@ def may_follow(other: Rank, rank: Rank) -> bool:
         rank.written <= call["time"] + SOON + clocks)
 
 
-@rule(ENDS, "rank disappeared", f"{LOG}; `dmesg` on its node says whether "
+@asks(ENDS, "rank disappeared", f"{LOG}; `dmesg` on its node says whether "
       "memory was full, `scontrol show node NODE` whether it is down")
 def gone(job: Job) -> Diagnosis | None:
     """it left no record of its end, and others wait for it or have lost it"""
@@ -445,7 +445,7 @@ def gone(job: Job) -> Diagnosis | None:
                      f"written at {ranks[0].last_report}")
 
 
-@rule(STOPS, "blocked on I/O", "try `ls` on that node, and tell the site's "
+@asks(STOPS, "blocked on I/O", "try `ls` on that node, and tell the site's "
       "support")
 def disk(job: Job) -> Diagnosis | None:
     """the kernel reports uninterruptible sleep: a disk does not answer"""
@@ -462,7 +462,7 @@ def disk(job: Job) -> Diagnosis | None:
 # ------------------------------------------------------------- one is slower
 
 
-@rule(SLOW, "straggler", "check with `top` and `nvidia-smi` on that node "
+@asks(SLOW, "straggler", "check with `top` and `nvidia-smi` on that node "
       "whether it shares its cores or its GPU with another process, or reads "
       "more data than the others")
 def straggler(job: Job) -> Diagnosis | None:

@@ -58,11 +58,11 @@ def verify(runs: Runs) -> Verification:
                             [choice.reason], [])
     for finding in findings:
         comparison = learn(comparison, finding)
-    answers = ask_all(QUESTIONS, comparison, learn)
-    findings = findings + answers.findings
-    return Verification(sort_by_step(findings), not_seen(answers.subject),
-                        missing(findings, answers.subject),
-                        answers.internal_errors)
+    results = ask_all(QUESTIONS, comparison, learn)
+    findings = findings + results.findings
+    return Verification(sort_by_step(findings), not_seen(results.subject),
+                        missing(findings, results.subject),
+                        results.internal_errors)
 
 
 def learn(comparison: Comparison, finding: Finding) -> Comparison:

@@ -185,10 +185,10 @@ def all_read_the_same(case: Comparison) -> Finding:
     return fail(text, OWN, kind="same-samples")
 
 
-def pick_worst(answers: list[Finding | None]) -> list[Finding]:
+def pick_worst(findings: list[Finding | None]) -> list[Finding]:
     """Return the first answer that is not ok, else the first; none of none."""
-    known = [answer for answer in answers if answer is not None]
-    bad = [answer for answer in known if answer.verdict != "ok"]
+    known = [finding for finding in findings if finding is not None]
+    bad = [finding for finding in known if finding.verdict != "ok"]
     return (bad or known)[:1]
 
 
