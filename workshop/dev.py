@@ -122,11 +122,11 @@ def check_lesson(stage: Stage) -> Iterator[Problem]:
     except (UserError, ValueError) as error:
         yield Problem(str(error), fix)
         return
-    left = [change.number for change in begin.left]
-    if left != [*range(1, len(changes) + 1)] or begin.others:
+    left = [change.number for change in begin.remaining]
+    if left != [*range(1, len(changes) + 1)] or begin.other_changes:
         yield Problem(f"{path}: from the solution of {stage.after}, changes "
                       f"{left} are left, of {len(changes)}", fix)
-    if end.left or end.others:
+    if end.remaining or end.other_changes:
         yield Problem(f"{path}: in its own solution changes are left", fix)
 
 

@@ -113,7 +113,7 @@ def test_a_script_that_is_none(tmp_path):
         large.write_text(text)
         with pytest.raises(UserError, match="nested too deeply"):
             check("ddp", large)
-        assert Diff("ddp", large).left  # which looks at lines
+        assert Diff("ddp", large).remaining  # which looks at lines
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ def test_a_deep_expression_is_no_mistake(tmp_path):
             "warn"}
     solution = STAGES["ddp"].solution.read_text()
     diff = Diff("ddp", script, (solution + DEEP).encode())
-    assert not diff.left and len(diff.others) == 1
+    assert not diff.remaining and len(diff.other_changes) == 1
 
 
 # ------------------------------------------------------------ odd scripts

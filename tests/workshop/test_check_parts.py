@@ -68,7 +68,7 @@ def test_next_is_the_first_change_that_is_left():
 def test_a_line_that_the_lesson_keeps_is_shown(old, new, kept):
     """Where it stands among the lines of a change, its reason is another."""
     diff = Diff("ddp", data=edited((old, new)))
-    part, = diff.left
+    part, = diff.remaining
     line = localise.kept_lines(diff, [part])
     assert (old in line) == bool(line) == kept
 
@@ -84,7 +84,7 @@ def test_a_diff_with_its_signs_is_called_so(tmp_path, text, says):
     line = 1 + data.decode().splitlines().index(text.splitlines()[0])
     script = tmp_path / "train_gpt2.py"
     script.write_bytes(data)
-    assert Diff("ddp", script).yours.syntax_error.startswith(
+    assert Diff("ddp", script).script.syntax_error.startswith(
         f"line {line} begins with the {says} of a diff: ")
     with pytest.raises(UserError, match=f"is not Python yet, line {line} "):
         check("ddp", script)
@@ -94,7 +94,7 @@ def test_a_negative_number_is_no_sign():
     data = edited(("        self.position = i\n",
                    "        self.position = (i\n            - 1 $)\n"),
                   stage="std")
-    assert "sign" not in Diff("ddp", data=data).yours.syntax_error
+    assert "sign" not in Diff("ddp", data=data).script.syntax_error
 
 
 def test_a_clone_that_can_only_be_read_is_another_s(monkeypatch):

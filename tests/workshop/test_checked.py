@@ -90,7 +90,7 @@ def test_the_diff_of_a_checked_script_says_that_it_is_right(script):
     # so is one that was tried alone, but not one that was left out
     left = edit(STYLE, ('Run("ddp"', 'Run("std"'))
     diffs = [Diff("ddp", data=text.encode()) for text in (STYLE, left)]
-    (own, *_), (_, other) = (diff.left for diff in diffs)
+    (own, *_), (_, other) = (diff.remaining for diff in diffs)
     passes(script, STYLE, f"ddp {own.number}")
     passes(script, edit(DDP, ('Run("ddp"', 'Run("std"')),
            f"ddp {other.number}")

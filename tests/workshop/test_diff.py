@@ -28,7 +28,7 @@ def look(tmp_path):
 
 
 def numbers(diff):
-    return [item.number for item in diff.left]
+    return [item.number for item in diff.remaining]
 
 
 def made_by(words):
@@ -65,12 +65,12 @@ def test_changes_keep_their_numbers_in_whatever_order_they_are_made(
     lesson = load_lesson(stage)  # raises where a hunk or an anchor is lost
     text = lesson.start.path.read_text()
     assert all(item.title and item.why.endswith(".")
-               for item in look(text, stage).left)
+               for item in look(text, stage).remaining)
     order = list(range(1, len(lesson.changes) + 1))
     random.Random(0).shuffle(order)
     for k, number in enumerate(order):
         diff = look(text, stage)
-        assert numbers(diff) == sorted(order[k:]) and not diff.others
+        assert numbers(diff) == sorted(order[k:]) and not diff.other_changes
         text = diff.apply([number])
     # not only the code, but comments and blank lines, too
     assert text == lesson.goal.path.read_text()
@@ -91,13 +91,13 @@ def test_changes_keep_their_numbers_in_whatever_order_they_are_made(
           "dist.all_gather_object(\n                texts, "))], ids=range(10))
 def test_done_also_in_another_spelling(look, text):
     diff = look(text)
-    assert not diff.left and not diff.others
+    assert not diff.remaining and not diff.other_changes
     done = f"Done: all {COUNT} changes are made"
     assert render.headline(diff).startswith(done)
     assert done in render.to_html(diff) and done in render.to_text(diff)
     # and so it is while another change is left
     diff = look(edit(text, ('Run("ddp"', 'Run("std"')))
-    assert numbers(diff) == [made_by('Run("ddp"')] and not diff.others
+    assert numbers(diff) == [made_by('Run("ddp"')] and not diff.other_changes
 
 
 def change_words(text):
@@ -116,15 +116,15 @@ def test_docstrings_and_messages_need_not_be_typed(stage, look):
     assert own.count("Mine, and") > 9
     for text in (own, goal.replace('"""', "# ", 1).replace('"""', "", 1)):
         diff = look(text, stage)
-        assert not diff.left and not diff.others
+        assert not diff.remaining and not diff.other_changes
     # a change that is left is made with the lesson's
     start = load_lesson(stage).start.path.read_text()
     diff = look(change_words(start), stage)
     assert numbers(diff) == list(range(1, diff.total + 1))
-    assert not diff.others
+    assert not diff.other_changes
     # and what is not Python yet has the same changes left
     broken = look(own + "\n(", stage)
-    assert broken.yours.syntax_error and not broken.left
+    assert broken.script.syntax_error and not broken.remaining
 
 
 def test_the_first_stage_is_made_by_no_lesson(look):
@@ -139,7 +139,7 @@ def test_the_first_stage_is_made_by_no_lesson(look):
     ("    require(S % samples", "require(S % samples")])
 def test_what_a_message_computes_counts_and_so_do_names(look, old, new):
     diff = look(edit(DDP, (old, new)))
-    assert diff.left or diff.others
+    assert diff.remaining or diff.other_changes
 
 
 @pytest.mark.parametrize("place, old, new", [
@@ -150,9 +150,9 @@ def test_what_a_message_computes_counts_and_so_do_names(look, old, new):
 def test_a_slip_elsewhere_is_one_difference(look, place, old, new):
     for text, left in ((STD, COUNT), (DDP, 0)):
         diff = look(edit(text, (old, new)))
-        assert len(diff.left) == left and len(diff.others) == 1
+        assert len(diff.remaining) == left and len(diff.other_changes) == 1
         assert "1 other difference" in render.headline(diff)
-        name, where = render.title(diff, diff.others[0])
+        name, where = render.title(diff, diff.other_changes[0])
         assert name == "Not in the lesson"
         line = edit(text, (old, new)).split(new)[0].count("\n") + 1
         assert where.startswith(f"line {line}, ")
@@ -171,13 +171,13 @@ def test_a_slip_elsewhere_is_one_difference(look, place, old, new):
 def test_a_slip_in_a_change_is_that_change(look, old, new):
     number = made_by(old.strip())
     diff = look(edit(DDP, (old, new)))
-    assert numbers(diff) == [number] and not diff.others
+    assert numbers(diff) == [number] and not diff.other_changes
     # alone, with all the others still to be made
     others = set(range(1, COUNT + 1)) - {number}
     text = look(STD).apply([number])
     diff = look(edit(text, (old, new)))
-    assert set(numbers(diff)) == others | {number} and not diff.others
-    assert look(diff.apply([number])).left == look(text).left
+    assert set(numbers(diff)) == others | {number} and not diff.other_changes
+    assert look(diff.apply([number])).remaining == look(text).remaining
 
 
 def test_what_is_left_of_a_change_that_is_half_made(look):
@@ -191,7 +191,7 @@ def test_what_is_left_of_a_change_that_is_half_made(look):
     diff = look(edit(DDP, ('    run = Run("ddp"', '    run = Run("std", hp, '
                            'config, max_steps, device)\n    run = Run("ddp"')))
     number = made_by('Run("ddp"')
-    assert numbers(diff) == [number] and not diff.others
+    assert numbers(diff) == [number] and not diff.other_changes
     assert diff.apply([number]) == DDP
 
 
@@ -206,10 +206,10 @@ def test_own_lines_are_differences_of_their_own_and_stay(look):
             diff = look(text)
             assert numbers(diff) == list(range(1, COUNT + 1))
             made = look(diff.apply(numbers(diff)))
-            assert not made.left
+            assert not made.remaining
     # for a script that is ready, it says what can tell
     made = look(edit(DDP, ("import math\n", "import math\n" + own)))
-    assert not made.left and len(made.others) == 1
+    assert not made.remaining and len(made.other_changes) == 1
     assert "check ddp" in render.advice(made)
 
 
@@ -220,15 +220,16 @@ def test_a_syntax_error_is_one_line_that_says_where(look):
     complaint = next(render.warnings(diff))
     assert f"line {line}" in complaint and "\n" not in complaint
     assert complaint in render.to_text(diff)
-    assert numbers(diff) == [made_by("report = torch")] and not diff.others
+    assert numbers(diff) == [made_by("report = torch")]
+    assert not diff.other_changes
     mixed = edit(DDP, ("        dist.all_reduce(report)",
                        "\tdist.all_reduce(report)"))
     assert "Done" not in render.headline(look(mixed))
 
 
 def test_scripts_that_are_none(look):
-    assert look("").left  # and no error
-    assert len(look("print('hello')\n" * 300).left) == COUNT
+    assert look("").remaining  # and no error
+    assert len(look("print('hello')\n" * 300).remaining) == COUNT
 
 
 # ------------------------------------------------------------------ the view
@@ -247,7 +248,7 @@ def test_the_view(look, snapshot, monkeypatch):
             "diff.txt": render.to_text(diff),
             "diff-hints.txt": render.to_text(diff, hints=True),
             "diff-7.txt": render.to_text(diff, colour=True, number=7)}.items():
-        snapshot(name, view.replace(str(diff.yours.path), "train_gpt2.py"))
+        snapshot(name, view.replace(str(diff.script.path), "train_gpt2.py"))
     html = render.to_html(diff)  # a line is read aloud
     assert html.count(json.dumps(render.headline(diff))) == 1
     assert html.count('setAttribute("role", "status")') == 1

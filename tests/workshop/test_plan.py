@@ -102,10 +102,10 @@ def test_every_session_ends_with_lightning_of_ones_own():
     typing[-1] = typing[-1].rstrip(",") + ")"
     script[begin:end + 1] = typing
     mine = Diff("lit", data="\n".join(script).encode())
-    assert not mine.yours.syntax_error
+    assert not mine.script.syntax_error
     made = Diff("lit", data=mine.apply(
-        item.number for item in mine.left).encode())
-    assert not made.left and not made.others
+        item.number for item in mine.remaining).encode())
+    assert not made.remaining and not made.other_changes
 
 
 def test_the_answer_key_is_whole(capsys):

@@ -114,7 +114,7 @@ def test_the_check_warns_of_what_the_answer_quotes(
         stage, text, make, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     script = program(tmp_path / "train_gpt2.py", make())
-    number = Diff(stage, script).left[0].number
+    number = Diff(stage, script).remaining[0].number
     assert check(stage, script, change=number).ok
     out = capsys.readouterr().out
     quotes = re.findall("`([^`]+)`", WARNS.search(text)[1])

@@ -149,7 +149,7 @@ def make_others(diff: Diff, change: ChangeNumber, say: Callable[[str], None]
         UserError: there is no such change, or the others cannot be made.
     """
     if change == "next":
-        numbers = [item.number for item in diff.left if item.number]
+        numbers = [item.number for item in diff.remaining if item.number]
         require(numbers, "no change is left: `python -m workshop check "
                 f"{diff.stage}` checks them all")
         number = numbers[0]
@@ -157,13 +157,13 @@ def make_others(diff: Diff, change: ChangeNumber, say: Callable[[str], None]
         number = change
     diff.require_change(number)
     require(not diff.other_stage(), advice(diff))
-    items = [item for item in diff.left if item.number == number]
+    items = [item for item in diff.remaining if item.number == number]
     if not items:
         say(f"Change {number} is made as in the lesson.")
         return localise.OneChange(number)
     say(f"Change {number} ({items[0].title}) as it is in your script, "
         "with all others made:")
-    data = localise.without(diff, items, diff.left)
+    data = localise.without(diff, items, diff.remaining)
     require(data, "your edits conflict with the other changes: `python -m "
             f"workshop diff {diff.stage}` shows them")
     return localise.OneChange(number, find_place(diff, number), data)
@@ -171,7 +171,7 @@ def make_others(diff: Diff, change: ChangeNumber, say: Callable[[str], None]
 
 def find_place(diff: Diff, number: int) -> str:
     """Return ", line N" of a change: where it is one's own, or begins."""
-    for item in diff.left:
+    for item in diff.remaining:
         if item.number == number:
             own = diff.own_lines({number})
             line = own[0] if own else item.edits[0][0]

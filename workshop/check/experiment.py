@@ -26,7 +26,7 @@ from workshop.check.questions import ask
 from workshop.check.questions.question import number
 from workshop.check.stage_runs import Bench, StageRun
 from workshop.diff import documents
-from workshop.diff.diff import Diff, Left
+from workshop.diff.diff import Diff, RemainingChange
 from workshop.diff.render import advice, saved
 from workshop.stages import FIRST, STAGES
 
@@ -307,8 +307,8 @@ def diagnose(bench: Bench, out: Quiet, outcome: Outcome,
             STAGES[stage].solution.read_text("utf-8")).encode())
     except (UnicodeDecodeError, UserError, tokenize.TokenError):
         return  # it cannot be compared
-    if 2 * len(diff.left) > diff.total or mine.other_stage():
-        left = f"{len(diff.left)} of {diff.total} changes are left"
+    if 2 * len(diff.remaining) > diff.total or mine.other_stage():
+        left = f"{len(diff.remaining)} of {diff.total} changes are left"
         out.say(f"           {left}. {advice(mine)}")
         out.report(cause=[left, advice(mine), ""])
         return
@@ -318,14 +318,14 @@ def diagnose(bench: Bench, out: Quiet, outcome: Outcome,
     known: dict[frozenset[int], Mistake | None] = {
         frozenset(map(id, items)): mistake}
 
-    def symptom(part: Sequence[Left]) -> tuple[str, str] | None:
+    def symptom(part: Sequence[RemainingChange]) -> tuple[str, str] | None:
         key = frozenset(map(id, part))
         if key not in known:
             data = localise.without(diff, part)
             known[key] = None
             if data:
                 known[key] = try_part(bench, outcome.planned, data,
-                                      diff.yours.data)
+                                      diff.script.data)
         found = known[key]
         # two scripts that are wrong in the same way have these in common
         return (found.title, found.error) if found else None
@@ -374,7 +374,7 @@ def try_part(bench: Bench, planned: PlannedRun, data: bytes, yours: bytes
         remove(other.folder)
 
 
-def tell_cause(out: Quiet, diff: Diff, part: Sequence[Left],
+def tell_cause(out: Quiet, diff: Diff, part: Sequence[RemainingChange],
                found: Mistake | None, mistake: Mistake) -> None:
     """Tell which differences are the mistake, and what the lesson does."""
     text = f"It is {localise.name(part)}"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from workshop.diff.diff import Diff, Left
+from workshop.diff.diff import Diff, RemainingChange
 
 MOST = 2  # mistakes that are named
 TRIES = 20  # scripts that are tried: a second each, on an idle machine
@@ -37,11 +37,12 @@ class OneChange:
     data: bytes | None = None
 
 
-Fails = Callable[[Sequence[Left]], bool]
+Fails = Callable[[Sequence[RemainingChange]], bool]
 
 
-def smallest(items: list[Left], fails: Fails, beside: Sequence[Left] = ()
-             ) -> list[Left]:
+def smallest(items: list[RemainingChange], fails: Fails,
+             beside: Sequence[RemainingChange] = ()
+             ) -> list[RemainingChange]:
     """Return a part of the items with which `fails` holds, and none smaller.
 
     This is delta debugging (Zeller and Hildebrandt, "Simplifying and
@@ -65,8 +66,9 @@ def smallest(items: list[Left], fails: Fails, beside: Sequence[Left] = ()
     return first + smallest(second, fails, [*beside, *first])
 
 
-def find(items: list[Left], symptom: Callable[[Sequence[Left]], object]
-         ) -> Iterator[list[Left]]:
+def find(items: list[RemainingChange],
+         symptom: Callable[[Sequence[RemainingChange]], object]
+         ) -> Iterator[list[RemainingChange]]:
     """Yield each smallest set of differences that breaks the script.
 
     It ends after `MOST` parts, or where `TRIES` are not enough for the
@@ -85,7 +87,8 @@ def find(items: list[Left], symptom: Callable[[Sequence[Left]], object]
         if seen in (None, symptom([])):
             return  # without them it fails, too: the cause is elsewhere
 
-        def fails(some: Sequence[Left], seen: object = seen) -> bool:
+        def fails(some: Sequence[RemainingChange],
+                  seen: object = seen) -> bool:
             nonlocal tries
             tries += 1
             return tries <= TRIES and symptom(some) == seen
@@ -152,7 +155,7 @@ def tokens(text: str) -> list[tokenize.TokenInfo]:
             tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE)]
 
 
-def in_order(diff: Diff, named: Collection[int]) -> list[Left]:
+def in_order(diff: Diff, named: Collection[int]) -> list[RemainingChange]:
     """Return the differences, the suspicious ones first.
 
     What is neither as it was before the lesson nor as the lesson makes it is
@@ -164,17 +167,18 @@ def in_order(diff: Diff, named: Collection[int]) -> list[Left]:
     """
     start = {line.strip() for line in diff.lesson.start.lines}
 
-    def suspicion(item: Left) -> int:
+    def suspicion(item: RemainingChange) -> int:
         lines = {i + 1 for i1, i2, *_ in item.edits for i in range(i1, i2)}
-        is_own = any(diff.yours.lines[i - 1].strip() not in start
+        is_own = any(diff.script.lines[i - 1].strip() not in start
                      for i in lines)
         is_named = any(line in named for line in lines)
         return is_named + is_own
 
-    return sorted(diff.left + diff.others, key=suspicion, reverse=True)
+    return sorted(diff.remaining + diff.other_changes, key=suspicion,
+                  reverse=True)
 
 
-def kept_lines(diff: Diff, part: Sequence[Left]) -> str:
+def kept_lines(diff: Diff, part: Sequence[RemainingChange]) -> str:
     """Return the lesson's line, where a part breaks one that the lesson
     keeps; else "".
 
@@ -186,8 +190,8 @@ def kept_lines(diff: Diff, part: Sequence[Left]) -> str:
     return lines[0] if len(lines) == 1 and lines[0] in before else ""
 
 
-def without(diff: Diff, items: Sequence[Left],
-            among: Sequence[Left] | None = None) -> bytes | None:
+def without(diff: Diff, items: Sequence[RemainingChange],
+            among: Sequence[RemainingChange] | None = None) -> bytes | None:
     """Return the script with all differences made as in the lesson but these.
 
     Args:
@@ -199,7 +203,7 @@ def without(diff: Diff, items: Sequence[Left],
         None if that is not Python: their lines belong together.
     """
     if among is None:
-        among = diff.left + diff.others
+        among = diff.remaining + diff.other_changes
     data: bytes = diff.replace(edit for item in among if item not in items
                                for edit in item.edits).encode()
     try:
@@ -209,7 +213,7 @@ def without(diff: Diff, items: Sequence[Left],
         return None
 
 
-def name(part: Sequence[Left]) -> str:
+def name(part: Sequence[RemainingChange]) -> str:
     """Return what a part of the differences is called, with its lines."""
     names = []
     for item in part:

@@ -225,8 +225,8 @@ load_lesson = cache(Lesson)
 
 
 @dataclass
-class Left(documents.Change):
-    """A change that is left, or, without a number, another difference."""
+class RemainingChange(documents.Change):
+    """A change to be made, or, without a number, another difference."""
 
     number: int = 0  # from 1, its place in the lesson; 0: it is not in it
     # lines of the script and the goal
@@ -236,19 +236,19 @@ class Left(documents.Change):
 class Diff:
     """What is left to change in a script until it is the stage's solution.
 
-    left: the lesson's changes, in its order, as `Left`; others: differences
+    remaining: the lesson's changes, in its order; other_changes: differences
     that have nothing to do with the lesson.
     """
 
     def __init__(self, stage: str, path: StrPath = WORKING_COPY,
                  data: bytes | None = None) -> None:
-        self.stage, self.yours = stage, Script(path, data)
+        self.stage, self.script = stage, Script(path, data)
         self.lesson = load_lesson(stage)
         self.goal, self.total = self.lesson.goal, len(self.lesson.changes)
-        self.left: list[Left] = []
-        self.others: list[Left] = []
+        self.remaining: list[RemainingChange] = []
+        self.other_changes: list[RemainingChange] = []
         self.at = 1  # the change to go on with is this one, or a later one
-        if not self.yours.syntax_error and self.yours.tree == self.goal.tree:
+        if not self.script.syntax_error and self.script.tree == self.goal.tree:
             return
         edits: dict[int, list[Edit]] = {}  # what is left of each change
         wanted: set[int] = set()
@@ -259,32 +259,33 @@ class Diff:
             if change is not None and not in_words:
                 wanted.add(change)
             for edit in self._edits(*span):
-                if change is None and self.others and (
-                        self.others[-1].edits[-1][1] == edit[0]):
-                    self.others[-1].edits.append(edit)
+                if change is None and self.other_changes and (
+                        self.other_changes[-1].edits[-1][1] == edit[0]):
+                    self.other_changes[-1].edits.append(edit)
                 elif change is None:
-                    self.others.append(Left(
+                    self.other_changes.append(RemainingChange(
                         "Not in the lesson", "A slip, or something of your "
                         "own? If you did not mean it, change it back.", (),
                         edits=[edit]))
                 else:
                     edits.setdefault(change, []).append(edit)
-        self.left = [
-            Left(**vars(self.lesson.changes[change]), number=change + 1,
-                 edits=edits[change]) for change in sorted(wanted & {*edits})]
+        self.remaining = [
+            RemainingChange(**vars(self.lesson.changes[change]),
+                            number=change + 1, edits=edits[change])
+            for change in sorted(wanted & {*edits})]
 
     def go_on_from(self, before: Diff) -> None:
         """Stay with the change that was touched since an earlier `Diff`."""
-        now, then = self.texts(), before.texts()
+        now, then = self.remaining_lines(), before.remaining_lines()
         touched = [number for number in now if now[number] != then.get(number)]
         made = [number for number in then if number not in now]
         self.at = next(iter(touched + made), before.at)
 
-    def texts(self) -> dict[int, list[tuple[list[str], list[str]]]]:
+    def remaining_lines(self) -> dict[int, list[tuple[list[str], list[str]]]]:
         """{number of a change: what is left of it, [(old, new lines)]}."""
-        return {it.number: [(self.yours.lines[i1:i2], self.goal.lines[j1:j2])
+        return {it.number: [(self.script.lines[i1:i2], self.goal.lines[j1:j2])
                             for i1, i2, j1, j2 in it.edits]
-                for it in self.left}
+                for it in self.remaining}
 
     def require_change(self, number: int) -> None:
         require(number in range(1, self.total + 1),
@@ -296,7 +297,7 @@ class Diff:
 
         Yields (change or None, (i1, i2, j1, j2, last)).
         """
-        yours, goal = self.yours.code, self.goal.code
+        yours, goal = self.script.code, self.goal.code
         for i1, i2, j1, j2 in differences(yours, goal):
             parts = self._runs(yours[i1:i2], j1, j2)
             ends = [i1 + end for end in distribute(
@@ -313,7 +314,7 @@ class Diff:
         a, b = ([line for line, counts in zip(
             script.code[begin:end], script.is_code[begin:end],
             strict=True) if counts]
-            for script, begin, end in ((self.yours, i1, i2),
+            for script, begin, end in ((self.script, i1, i2),
                                        (self.goal, j1, j2)))
         return a == b or same_code(a, b) or (
             without_messages(a) == without_messages(b))
@@ -348,22 +349,23 @@ class Diff:
     def _edits(self, i1: int, i2: int, j1: int, j2: int,
                last: bool) -> Iterator[Edit]:
         """The differences as edits of whole lines, with their comments."""
-        a1, a2 = self.yours.span(i1, i2, last)
+        a1, a2 = self.script.span(i1, i2, last)
         b1, b2 = self.goal.span(j1, j2, last)
-        code = {self.yours.where[i] for i in range(i1, i2)}
+        code = {self.script.where[i] for i in range(i1, i2)}
         for c1, c2, d1, d2 in differences(
-                self.yours.lines[a1:a2], self.goal.lines[b1:b2]):
+                self.script.lines[a1:a2], self.goal.lines[b1:b2]):
             own = d1 == d2 and not code & set(range(a1 + c1, a1 + c2))
             if not own:  # the attendee's own comments may stay
                 yield a1 + c1, a1 + c2, b1 + d1, b1 + d2
 
     def apply(self, numbers: Collection[int]) -> str:
         """The script's text with the changes of these numbers made."""
-        return self.replace(edit for it in self.left if it.number in numbers
+        return self.replace(edit
+                            for it in self.remaining if it.number in numbers
                             for edit in it.edits)
 
     def replace(self, edits: Iterable[Edit]) -> str:
-        raw = list(self.yours.raw)
+        raw = list(self.script.raw)
         ending = "\r\n" if any(r.endswith("\r\n") for r in raw) else "\n"
         if raw and not raw[-1].endswith(("\r", "\n")):
             raw[-1] += ending
@@ -378,16 +380,16 @@ class Diff:
         """
         here = (self.lesson.start.path, self.goal.path)
         stages = read_stages()
-        count, name = nearest(self.yours, stages)
+        count, name = nearest(self.script, stages)
         return "" if count > FEW or stages[name].path in here else name
 
     def own_lines(self, numbers: Collection[int]) -> list[int]:
         """The lines that `apply` removes and that are in neither stage."""
         known = {line.strip() for script in (self.lesson.start, self.goal)
                  for line in script.lines}
-        return sorted(i for it in self.left if it.number in numbers
+        return sorted(i for it in self.remaining if it.number in numbers
                       for i1, i2, *_ in it.edits for i in range(i1, i2)
-                      if self.yours.lines[i].strip() not in {"", *known})
+                      if self.script.lines[i].strip() not in {"", *known})
 
 
 def distribute(lines: list[str],

@@ -15,7 +15,7 @@ from pathlib import Path
 from backstage.errors import visible
 from backstage.files import show_path
 from workshop.diff import passed_checks, working_copy
-from workshop.diff.diff import Diff, Edit, Left
+from workshop.diff.diff import Diff, Edit, RemainingChange
 from workshop.diff.page import (
     KEEP_IN_SIGHT,
     KEEP_UNFOLDED,
@@ -39,33 +39,33 @@ def wants_hints(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_checked(diff: Diff) -> bool:
-    return passed_checks.has_passed(diff.stage, diff.yours.data)
+    return passed_checks.has_passed(diff.stage, diff.script.data)
 
 
-def split(diff: Diff) -> tuple[list[Left], list[Left]]:
+def split(diff: Diff) -> tuple[list[RemainingChange], list[RemainingChange]]:
     """The changes that are left, and those that the check has found right.
 
     The next one to make is the first of what is left.
     """
-    right = working_copy.proven(diff)
-    return sorted((item for item in diff.left if item not in right),
+    right = working_copy.changes_passed(diff)
+    return sorted((item for item in diff.remaining if item not in right),
                   key=lambda item: (item.number < diff.at, item.number)), right
 
 
 def headline(diff: Diff) -> str:
     """In one line, how far the script is."""
-    name, (left, right) = show_path(diff.yours.path), split(diff)
-    if (right or diff.others) and is_checked(diff):
+    name, (left, right) = show_path(diff.script.path), split(diff)
+    if (right or diff.other_changes) and is_checked(diff):
         return f"{name} is checked: right; what remains is style"
     if left:
         text = f"{name}: {len(left)} of {diff.total} changes left"
-    elif right or diff.others:
+    elif right or diff.other_changes:
         text = f"{name}: all {diff.total} changes are made"
     else:
         return f"Done: all {diff.total} changes are made in {name}."
-    if diff.others:
-        more = "" if len(diff.others) == 1 else "s"
-        text += f", and {len(diff.others)} other difference{more}"
+    if diff.other_changes:
+        more = "" if len(diff.other_changes) == 1 else "s"
+        text += f", and {len(diff.other_changes)} other difference{more}"
     return text
 
 
@@ -74,7 +74,7 @@ def advice(diff: Diff) -> str:
     stage, (left, right) = diff.stage, split(diff)
     if is_checked(diff):
         return ("It passed the check: what you wrote differently may "
-                "stay." if right or diff.others else
+                "stay." if right or diff.other_changes else
                 "It passed the check, too.")
     other = diff.other_stage() if left else ""
     if other:
@@ -82,9 +82,9 @@ def advice(diff: Diff) -> str:
         return (f"This is the stage {other}, but the lesson starts from "
                 f"{start}: `python -m workshop reset {start}` puts it there "
                 "and keeps yours.")
-    if left or diff.yours.syntax_error:
+    if left or diff.script.syntax_error:
         return "Change the script and save it (Ctrl+S, Cmd+S)."
-    if right or diff.others:
+    if right or diff.other_changes:
         return (f"Your own code may differ from ours: `python -m workshop "
                 f"check {stage}` tells you whether it is right.")
     return f"Next: `python -m workshop check {stage}`"
@@ -97,11 +97,11 @@ def saved(path: Path) -> str:
                          "saved on %d %B at %H:%M", when)
 
 
-def title(diff: Diff, item: Left) -> tuple[str, str]:
+def title(diff: Diff, item: RemainingChange) -> tuple[str, str]:
     """The change's number and name, and its place in the script."""
     i1, i2, j1, j2 = item.edits[0]
     # a removed line is in the script, an added one in the solution
-    script, begin, end = ((diff.yours, i1, i2) if i1 < i2 else
+    script, begin, end = ((diff.script, i1, i2) if i1 < i2 else
                           (diff.goal, j1, j2))
     place = script.place(next(  # a blank line has no indent
         (i for i in range(begin, end) if script.lines[i]), begin))
@@ -115,7 +115,7 @@ def title(diff: Diff, item: Left) -> tuple[str, str]:
     return f"{number}{item.title}", where
 
 
-def question(diff: Diff, item: Left) -> str:
+def question(diff: Diff, item: RemainingChange) -> str:
     """What to predict, and the check that tries it, if one does."""
     return item.predict + (
         f" `python -m workshop check {diff.stage} {item.number}` tries it, "
@@ -180,9 +180,11 @@ def match(a: list[str], b: list[str]) -> SequenceMatcher[str]:
 
 def warnings(diff: Diff) -> Iterator[str]:
     """Lines: where the script is not Python, and what was lost from it."""
-    if diff.yours.syntax_error:
-        yield f"Not Python yet, {diff.yours.syntax_error}"
-    gone = working_copy.gone(diff) if diff.yours.path == WORKING_COPY else ()
+    if diff.script.syntax_error:
+        yield f"Not Python yet, {diff.script.syntax_error}"
+    gone: Sequence[int] = ()
+    if diff.script.path == WORKING_COPY:
+        gone = working_copy.undone_changes(diff)
     if gone:
         numbers = " ".join(map(str, gone))
         which = "change" if len(gone) == 1 else "changes"
@@ -208,12 +210,12 @@ def to_text(diff: Diff, colour: bool = False, hints: bool = False,
 
     out = [paint(headline(diff), 1)]
     out += [paint(line, TERMINAL_ORANGE) for line in warnings(diff)]
-    out.append(f"Last {saved(diff.yours.path)}. {advice(diff)}")
+    out.append(f"Last {saved(diff.script.path)}. {advice(diff)}")
     left, right = split(diff)
-    shown = left + diff.others + right
+    shown = left + diff.other_changes + right
     if number is not None:
         diff.require_change(number)
-        shown = [item for item in diff.left if item.number == number]
+        shown = [item for item in diff.remaining if item.number == number]
         if not shown:
             out += ["", f"Change {number} is made."]
     for item in shown:
@@ -228,7 +230,7 @@ def to_text(diff: Diff, colour: bool = False, hints: bool = False,
                 out += ["", wrap(f"Hint: {item.hint}")]
             continue
         for line, sign, parts in rows(
-                diff.yours.lines, diff.goal.lines, item.edits):
+                diff.script.lines, diff.goal.lines, item.edits):
             codes = {"-": [TERMINAL_ORANGE],
                      "+": [TERMINAL_BLUE]}.get(sign, [])
             text = "".join(paint(visible(part), *codes, *[7] * differs)
@@ -261,22 +263,22 @@ def to_html(diff: Diff, hints: bool = False, whole: bool = False) -> str:
     one diff, as git shows it.
     """
     left, right = split(diff)
-    todo = [] if is_checked(diff) else left + diff.others
-    name, warned = show_path(diff.yours.path), [*warnings(diff)]
+    todo = [] if is_checked(diff) else left + diff.other_changes
+    name, warned = show_path(diff.script.path), [*warnings(diff)]
     first = html.escape(headline(diff))
-    if diff.yours.path == WORKING_COPY:
+    if diff.script.path == WORKING_COPY:
         first = first.replace(name, link(name))
     out = [paragraph(f"<strong>{first}</strong>",
-                     "" if todo or diff.yours.syntax_error else "good"),
+                     "" if todo or diff.script.syntax_error else "good"),
            "" if whole else strip(diff, left)]
     out += [paragraph(quote(line), "bad") for line in warned]
     out.append(paragraph(quote(
-        f"Last {saved(diff.yours.path)}. {advice(diff)}")))
+        f"Last {saved(diff.script.path)}. {advice(diff)}")))
     if whole:
         out.append(everything(diff))
-    for item in [] if whole else left + diff.others + right:
+    for item in [] if whole else left + diff.other_changes + right:
         name, where = map(quote, title(diff, item))
-        if diff.yours.path == WORKING_COPY:
+        if diff.script.path == WORKING_COPY:
             where = link_lines(where)
         where = f'<span class="place">({where})</span>'
         id = f' id="{anchor(diff, item.number)}"' if item.number else ""
@@ -296,7 +298,7 @@ def anchor(diff: Diff, number: int) -> str:
     return f"ws-{diff.stage}-{number}"
 
 
-def strip(diff: Diff, left: list[Left]) -> str:
+def strip(diff: Diff, left: list[RemainingChange]) -> str:
     """A box for each change: made, or a link to it."""
     numbers = [item.number for item in left]
     boxes = []
@@ -320,7 +322,7 @@ def strip(diff: Diff, left: list[Left]) -> str:
             f'{"".join(boxes)}</div>')
 
 
-def change(diff: Diff, item: Left, hints: bool) -> str:
+def change(diff: Diff, item: RemainingChange, hints: bool) -> str:
     """Why, what to predict, the answer folded, and the code.
 
     hints: a step with each click: a hint in words, the lines, the code.
@@ -334,7 +336,7 @@ def change(diff: Diff, item: Left, hints: bool) -> str:
         why += [paragraph("<strong>Predict:</strong> "
                           + quote(question(diff, item)), "ask"),
                 fold("Answer", paragraph(quote(item.answer)))]
-    view = [*rows(diff.yours.lines, diff.goal.lines, item.edits)]
+    view = [*rows(diff.script.lines, diff.goal.lines, item.edits)]
     about = (f"change {item.number}" if item.number else
              "a difference that is not in the lesson")
     code = code_box(view, f"The code of {about}")
@@ -350,11 +352,12 @@ def change(diff: Diff, item: Left, hints: bool) -> str:
 def everything(diff: Diff) -> str:
     """All that differs, in the order of the script, with titles."""
     edits = sorted((edit, f"{item.number or ''} {item.title}".lstrip())
-                   for item in diff.left + diff.others for edit in item.edits)
+                   for item in diff.remaining + diff.other_changes
+                   for edit in item.edits)
     titles = ["", *(title for _, title in edits)]
     new = [title * (title != before)
            for before, title in itertools.pairwise(titles)]
-    return code_box(rows(diff.yours.lines, diff.goal.lines,
+    return code_box(rows(diff.script.lines, diff.goal.lines,
                          [edit for edit, _ in edits], new),
                     "All that differs") if edits else ""
 

@@ -23,7 +23,13 @@ from workshop.diff.backups import (
     read_script,
     replace_working_copy,
 )
-from workshop.diff.diff import Diff, Left, Script, nearest, read_stages
+from workshop.diff.diff import (
+    Diff,
+    RemainingChange,
+    Script,
+    nearest,
+    read_stages,
+)
 from workshop.results import runs
 from workshop.stages import LESSONS, STAGES, WORKING_COPY, find
 
@@ -32,15 +38,15 @@ REOPEN = ("Reopen the script if an editor shows the old one. In JupyterLab, "
           "JupyterLab ask, take Revert: Overwrite throws these changes away.")
 
 
-def proven(diff: Diff) -> list[Left]:
+def changes_passed(diff: Diff) -> list[RemainingChange]:
     """Return the changes in words of one's own that a check has found right.
 
     A change that is not made at all may pass a check, too.
     """
-    if passed_checks.has_passed(diff.stage, diff.yours.data):
-        return diff.left
-    numbers = {item.number for item in diff.left}
-    return [item for item in diff.left
+    if passed_checks.has_passed(diff.stage, diff.script.data):
+        return diff.remaining
+    numbers = {item.number for item in diff.remaining}
+    return [item for item in diff.remaining
             if diff.own_lines({item.number}) and passed_checks.has_passed(
                 f"{diff.stage} {item.number}",
                 diff.apply(numbers - {item.number}).encode())]
@@ -53,31 +59,31 @@ def apply(stage: str, numbers: Sequence[int] = ()) -> None:
     Of all, those stay as they are that the check has found right.
     """
     diff = Diff(stage)
-    left = {item.number for item in diff.left}
+    left = {item.number for item in diff.remaining}
     for number in numbers:
         diff.require_change(number)
-    right = {item.number for item in proven(diff)}
+    right = {item.number for item in changes_passed(diff)}
     chosen = left & set(numbers) if numbers else left - right
     if not chosen:
         what = "those changes are" if numbers else "every change is"
         print(f"{what} already made; {show_path(WORKING_COPY)} is unchanged")
         return
-    line = 1 + min(edit[0] for item in diff.left if item.number in chosen
+    line = 1 + min(edit[0] for item in diff.remaining if item.number in chosen
                    for edit in item.edits)
     text = diff.apply(chosen).encode()
     after = Diff(stage, data=text)
-    require({item.number for item in after.left} == left - chosen
-            and len(after.others) <= len(diff.others)
-            and (diff.yours.syntax_error or not after.yours.syntax_error),
+    require({item.number for item in after.remaining} == left - chosen
+            and len(after.other_changes) <= len(diff.other_changes)
+            and (diff.script.syntax_error or not after.script.syntax_error),
             f"your changes around line {line} are in the way: make this one "
             f"by hand, or `python -m workshop reset {stage}`")
     made = "-".join(map(str, sorted(chosen)))
     backup = replace_working_copy(
-        text, diff.yours.data, f"apply-{stage}-{made}")
-    for item in diff.left:
+        text, diff.script.data, f"apply-{stage}-{made}")
+    for item in diff.remaining:
         if item.number in chosen:
             print(f"made change {item.number}: {item.title}")
-    for item in after.left:
+    for item in after.remaining:
         if item.number in right:
             print(f"kept change {item.number} as you wrote it: the check has "
                   "found it right")
@@ -87,8 +93,8 @@ def apply(stage: str, numbers: Sequence[int] = ()) -> None:
     if taken:
         print("These lines of yours were replaced by the lesson's:")
         for i in taken:
-            print(f"{i + 1:>5} {visible(diff.yours.lines[i])}")
-    if after.others:
+            print(f"{i + 1:>5} {visible(diff.script.lines[i])}")
+    if after.other_changes:
         print("Other differences are left as they were: see "
               f"`python -m workshop diff {stage}`")
     if backup:
@@ -119,7 +125,7 @@ def undo() -> None:
         if not backup.is_file():  # it cannot be put back
             continue
         try:
-            differs = read_regular(backup) != now()
+            differs = read_regular(backup) != read_working_copy()
         except OSError as error:  # one before it would be another version
             raise UserError(
                 f"{show_path(WORKING_COPY)} is unchanged: its previous "
@@ -146,14 +152,14 @@ def describe(backup: Path) -> str:
         if numbers[-1] - numbers[0] >= len(numbers):  # some are left out
             words = ", ".join(map(str, numbers))
     return (f"as it was before `apply {stage} {words}`, with "
-            f"{diff.total - len(diff.left)} of {diff.total} changes made")
+            f"{diff.total - len(diff.remaining)} of {diff.total} changes made")
 
 
 def put_back(source: Path, name: str) -> None:
     """Make the working copy a copy of `source`."""
     data = read_script(source, most=-1)
     with lock_working_copy():
-        before = now()
+        before = read_working_copy()
         if before == data:
             print(f"{show_path(WORKING_COPY)} is already {name}; "
                   "it is unchanged")
@@ -166,20 +172,20 @@ def put_back(source: Path, name: str) -> None:
     print(REOPEN)
 
 
-def now() -> bytes | None:
+def read_working_copy() -> bytes | None:
     """The bytes of the working copy, or None if it is not there."""
     if not WORKING_COPY.exists():
         return None
     return read_script(WORKING_COPY, most=-1)
 
 
-def gone(diff: Diff) -> list[int]:
+def undone_changes(diff: Diff) -> list[int]:
     """The changes that `apply` has made and that are left again, sorted.
 
     An editor that shows an older version may have saved that: then one of them
     is as it was, and what `apply` made later has gone with it.
     """
-    left = diff.texts()
+    left = diff.remaining_lines()
     later: set[int] = set()
     found: set[int] = set()
     for backup in reversed(backups()):
@@ -189,7 +195,7 @@ def gone(diff: Diff) -> list[int]:
         again = left.keys() & {*numbers}
         later |= again
         with suppress(UserError):
-            before = Diff(stage, backup).texts() if again else {}
+            before = Diff(stage, backup).remaining_lines() if again else {}
             if any(left[number] == before.get(number) for number in again):
                 found |= later
     return sorted(found)
@@ -244,7 +250,7 @@ def choose(stage: str) -> tuple[Path, str]:
 # --------------------------------------------------------------- the journey
 
 
-def done() -> list[tuple[str, str, str, int]]:
+def lesson_rows() -> list[tuple[str, str, str, int]]:
     """Rows: each lesson, when its check was passed last, how many runs.
 
     First come those of the path that most lessons go on from.
@@ -264,7 +270,7 @@ def first_lesson(stage: str) -> str:
     return first_lesson(before) if before in LESSONS else stage
 
 
-def what_next() -> tuple[str, list[str]]:
+def next_lessons() -> tuple[str, list[str]]:
     """(a line about the script and what comes next, its lessons).
 
     Raises `UserError` if there is no script.
@@ -276,11 +282,12 @@ def what_next() -> tuple[str, list[str]]:
                        find(later).after == name for later in LESSONS))
     begun = [diff for diff in (Diff(name, script.path) for name in (
         *[stage][:stage in LESSONS], *after))
-             if 0 < len(diff.left) < diff.total]
+             if 0 < len(diff.remaining) < diff.total]
     if begun:
-        diff = min(begun, key=lambda diff: len(diff.others))
-        return (f"Your script is on its way to {diff.stage}: {len(diff.left)} "
-                f"of {diff.total} changes are left.", [diff.stage])
+        diff = min(begun, key=lambda diff: len(diff.other_changes))
+        return (f"Your script is on its way to {diff.stage}: "
+                f"{len(diff.remaining)} of {diff.total} changes are left.",
+                [diff.stage])
     if stage in LESSONS and not passed_checks.has_passed(stage, script.data):
         return (f"Your script is {stage}, and this version has not passed the "
                 f'check: `python -m workshop check {stage}`', [stage])

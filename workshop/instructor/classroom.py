@@ -68,7 +68,7 @@ def note(stage: str, **what: Any) -> None:
 
 
 def note_diff(diff: Diff) -> None:
-    note(diff.stage, left=[item.number for item in diff.left])
+    note(diff.stage, left=[item.number for item in diff.remaining])
 
 
 def my_name() -> str:

@@ -242,10 +242,10 @@ def doctor():
 @in_one_line
 def journey():
     """What I have done so far, and what comes next."""
-    words, lessons = working_copy.what_next()
+    words, lessons = working_copy.next_lessons()
     links = [f'<a href="diff_{name}.ipynb">{name}</a>' for name in lessons]
     rows = [("lesson", "it makes", "check passed", "runs"),
-            *working_copy.done()]
+            *working_copy.lesson_rows()]
     return Shown(page.box(
         paragraph(f"<strong>{page.quote(words)}</strong> "
                   + ", ".join(links))

@@ -18,7 +18,7 @@ from typing import Any
 from backstage import ROOT
 from backstage.errors import UserError, require
 from workshop.command_line import Parser
-from workshop.diff.working_copy import what_next
+from workshop.diff.working_copy import next_lessons
 from workshop.stages import LESSONS, WORKING_COPY, require_writable
 
 
@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> None:
     workspace = write_workspace(*names)
     page = f"tree/{workspace.relative_to(ROOT)}"
     with contextlib.suppress(UserError):  # the lesson will tell
-        words, lessons = what_next()
+        words, lessons = next_lessons()
         print(" ".join([words, *lessons]), flush=True)
     last = "" if stage else find_last()
     if last:

@@ -67,7 +67,7 @@ def writers(run: StageRun, reference: StageRun) -> Finding | None:
 
 
 @question("every rank generates its own text", where=no_pipeline)
-def texts(run: StageRun, reference: StageRun) -> Finding | None:
+def generated_texts(run: StageRun, reference: StageRun) -> Finding | None:
     """Four of each, printed by rank 0; a TP group writes them together."""
     tp = run.mesh.tp
     for rank, record in enumerate(run.all_records):
