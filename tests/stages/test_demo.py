@@ -207,22 +207,25 @@ def test_no_space_for_a_shard(texts, tmp_path):
     assert not out.exists() and not list(tmp_path.glob(".*"))
 
 
-def test_one_that_is_there_is_copied_if_it_is_the_same(demo, tmp_path):
+def test_one_that_is_there_is_copied_if_it_is_the_same(texts, tmp_path):
     """And built where it is another one, or damaged."""
     there, out = tmp_path / "there", tmp_path / "out"
-    shutil.copytree(demo, there)
+    succeeds("demo", *texts, "--out", there)
+    small = shutil.copytree(there, tmp_path / "small")
     there.chmod(0o555)  # as in somebody else's environment
-    said, progress = succeeds("demo", "--out", out, "--copy-from", there)
+    said, progress = succeeds(
+        "demo", *texts, "--out", out, "--copy-from", there)
     assert "copied from" in said and "modules" not in progress
-    assert contents(out) == contents(demo)
+    assert contents(out) == contents(small)
     assert os.access(out, os.W_OK)
     there.chmod(0o755)
 
     def is_built():
         shutil.rmtree(out)
-        said, _ = succeeds("demo", "--out", out, "--copy-from", there)
+        said, _ = succeeds(
+            "demo", *texts, "--out", out, "--copy-from", there)
         assert "copied" not in said
-        assert contents(out) == contents(demo)
+        assert contents(out) == contents(small)
 
     shard = there / "demo_val_000000.npy"
     data = shard.read_bytes()

@@ -72,7 +72,8 @@ def walk_at_import(node: ast.AST):
             yield from walk_at_import(child)
 
 
-def find_old_files() -> set[str]:
+@functools.cache
+def find_old_files() -> frozenset[str]:
     """Return the files that have to run on Python 3.9."""
     system = ROOT / "rankcheck" / "src" / "rankcheck" / "system"
     left = [*(ROOT / name for name in ROOTS), *system.rglob("*.py")]
@@ -92,7 +93,7 @@ def find_old_files() -> set[str]:
             module = find_module(name)
             if module is not None:
                 left.append(module)
-    return {str(path.relative_to(ROOT)) for path in found}
+    return frozenset(str(path.relative_to(ROOT)) for path in found)
 
 
 def expand(pattern: str) -> list[str]:
