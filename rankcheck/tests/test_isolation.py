@@ -91,6 +91,7 @@ def test_which_tests_run(words, passed, place):
     assert ("Left out is" in end.stdout) == (words == "")
 
 
+@pytest.mark.whole
 def test_a_process_that_is_left_behind_is_a_failure(place):
     end = run_isolated(place, """\
 import subprocess

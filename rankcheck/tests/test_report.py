@@ -112,6 +112,7 @@ def script(tmp_path, monkeypatch):
     return write
 
 
+@pytest.mark.whole
 def test_an_error_of_a_question_is_status_2(script, monkeypatch, capsys):
     """With each question broken, and with one of them."""
     one, *_ = questions.QUESTIONS

@@ -535,6 +535,7 @@ def test_a_mistake(answers, name, change, question, finds):
     assert question in found and expected.matches(found[question]), found
 
 
+@pytest.mark.whole
 def test_the_words_of_the_findings(answers, snapshot):
     """A page with what is found in each case, to be read as text."""
     page = {}

@@ -476,6 +476,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("interpreter", [
     path for path in VERSIONS
     if not re.search(r"/(2|3\.[678])\.", str(path))], ids=name_version)

@@ -23,6 +23,7 @@ def letters(tmp_path):
     return tmp_path
 
 
+@pytest.mark.whole
 def test_eight_times_the_minibatch(letters):
     curves = batch.eightfold(letters, samples=128)
     steps = [len(curve.losses) for curve in curves.values()]
@@ -73,6 +74,7 @@ def test_the_bill_is_twice_the_least_at_the_critical_minibatch():
         2 * int(fewest.replace(",", "")), rel=1e-3)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("B, S", [(1, 4), (4, 64)])
 def test_gradients_whose_noise_scale_is_known(B, S):
     """Each sample's gradient is the signal and noise: 50 samples' worth."""

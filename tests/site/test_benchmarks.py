@@ -91,6 +91,7 @@ def test_another_side_begins_each_turn():
     assert found == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
 
 
+@pytest.mark.whole
 def test_a_stage_computes_attention_as_it_was_asked_to(tmp_path):
     script = program(tmp_path / "script.py", """\
 from torch.backends.cuda import cudnn_sdp_enabled, flash_sdp_enabled

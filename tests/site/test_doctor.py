@@ -199,6 +199,7 @@ def test_processes_that_do_not_reach_each_other(monkeypatch):
         doctor.ask_processes()
 
 
+@pytest.mark.whole
 def test_a_machine_that_cannot_connect_to_itself():
     """In a network of its own, where the loopback interface is down."""
     alone = ["unshare", "--map-root-user", "--net"]

@@ -35,9 +35,14 @@ from workshop.results.arithmetic import of_step
 from workshop.stages import STAGES
 
 
+def is_quick(stage, mesh=(1, 1, 1)):
+    """Whether plain pytest tries it: the core's stages, on two processes."""
+    return stage in CORE and math.prod(mesh) <= 2
+
+
 def places(all_places):
-    """(stage, ...) to try: `whole`, but the core's stages."""
-    return [place if place[0] in CORE else
+    """(stage, ...) or (stage, mesh) to try: `whole`, but the quick ones."""
+    return [place if is_quick(*place) else
             pytest.param(*place, marks=pytest.mark.whole)
             for place in all_places]
 
@@ -168,6 +173,7 @@ def test_the_same_training(stage, mesh, recorded):
 # ------------------------------------------------------- nothing is lost
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("stage",), places(
     (stage,) for stage in (*STAGES, "starter")
     if stage not in ("kernels", "fsdp", "tp")))

@@ -178,6 +178,7 @@ def test_bad_input(text, flags, message, tmp_path, tool):
     assert not out.exists()
 
 
+@pytest.mark.whole
 def test_a_folder_that_is_there_is_left_alone(demo, texts, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in demo.iterdir()}
     assert refuses(run("demo", *texts, "--out", demo), "holds another dataset")
@@ -207,6 +208,7 @@ def test_no_space_for_a_shard(texts, tmp_path):
     assert not out.exists() and not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.whole
 def test_one_that_is_there_is_copied_if_it_is_the_same(texts, tmp_path):
     """And built where it is another one, or damaged."""
     there, out = tmp_path / "there", tmp_path / "out"

@@ -316,6 +316,7 @@ def test_devices_of_different_memory_are_named(data, tmp_path):
 # -------------------------------------------------------------- the memory
 
 
+@pytest.mark.whole
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_memory_is_kept_and_threads_keep_to_their_core(tmp_path):
     """Counted in pages that the system had to hand out."""

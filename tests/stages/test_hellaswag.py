@@ -37,6 +37,7 @@ def alone(model, tokenizer, context, ending):
             for i in range(len(tokens) - 1 - count, len(tokens) - 1)]
 
 
+@pytest.mark.whole
 @torch.no_grad()
 def test_endings_are_scored_by_their_tokens_alone(single, model, tmp_path):
     """Also behind a context that is longer than the model's block."""

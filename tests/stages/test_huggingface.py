@@ -90,6 +90,7 @@ def file(tmp_path_factory):
     return folder / "our.pt"
 
 
+@pytest.mark.whole
 @torch.no_grad()
 def test_a_stage_starts_from_it(file, data, tmp_path):
     """All load it as --resume does, which test_contract.py tries."""

@@ -121,6 +121,7 @@ CASES = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("case", CASES)
 def test_every_row_is_still_there(case, begun, tmp_path):
     stage, original = begun
@@ -164,6 +165,7 @@ def test_a_note_in_the_record_is_still_there(data, tmp_path):
     assert after["note"] == record["note"] and after["max_steps"] == 3
 
 
+@pytest.mark.whole
 def test_a_run_that_was_killed_at_its_birth_begins(data, tmp_path):
     """Its record is an empty file, and a part of one is beside it."""
     run = tmp_path / "run"

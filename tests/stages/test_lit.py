@@ -27,6 +27,7 @@ from backstage.errors import UserError
 FSDP2 = ("--strategy", "fsdp2")
 
 
+@pytest.mark.whole
 def test_one_process_is_the_single_device_bit_for_bit(data, tmp_path):
     """Lightning asks the schedule for a step after the last one, too, which
     is none that follows the warm-up here."""

@@ -307,6 +307,7 @@ def test_more_ranks_than_cores_which_share_all_of_them(
         assert done.stdout.split() == 2 * [str(len(os.sched_getaffinity(0)))]
 
 
+@pytest.mark.whole
 def test_without_mpirun_it_is_said_at_once(tmp_path, monkeypatch, capsys):
     """By a cell, a check and the doctor, before anything is tried."""
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -225,6 +225,7 @@ def test_a_checkpoint(tmp_path):
     assert try_all(tmp_path, prepare, judge) > 15
 
 
+@pytest.mark.whole
 def test_a_run_begins(tmp_path):
     """Killed or failed at any point, --resume makes it."""
     def run(folder, resume):
@@ -250,6 +251,7 @@ def test_a_run_begins(tmp_path):
     assert try_all(tmp_path, prepare, judge) > 10
 
 
+@pytest.mark.whole
 def test_the_metrics_of_a_run_that_goes_on(tmp_path):
     header = ",".join(COLUMNS) + "\n"
     rows = [f"{step},5.5,,0.01,1.5,0.25,1000,,4,1000\n" for step in range(4)]
@@ -279,6 +281,7 @@ def test_the_metrics_of_a_run_that_goes_on(tmp_path):
     assert try_all(tmp_path, prepare, judge) > 10
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("linked", [False, True])
 def test_the_working_copy(linked, tmp_path, monkeypatch):
     """What apply, reset and undo do; a second name is written through."""
@@ -360,6 +363,7 @@ def kept_in(script: Path) -> dict[str, bytes]:
             for file in script.parent.glob("**/*.py") if file != script}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", COMMANDS)
 def test_apply_reset_and_undo(name, tmp_path, use_working_copy):
     command = COMMANDS[name]
@@ -393,6 +397,7 @@ def test_apply_reset_and_undo(name, tmp_path, use_working_copy):
     assert try_all(tmp_path, prepare, judge) > 15
 
 
+@pytest.mark.whole
 def test_what_has_passed_the_check(tmp_path, use_working_copy, monkeypatch):
     """The record of other stages stays, or a warning says which is lost."""
     def prepare(folder):
@@ -414,6 +419,7 @@ def test_what_has_passed_the_check(tmp_path, use_working_copy, monkeypatch):
     assert try_all(tmp_path, prepare, judge) > 10
 
 
+@pytest.mark.whole
 def test_the_starter(tmp_path):
     """One file without a word for each error: what is there counts."""
     starter = runpy.run_path(str(STARTER))
@@ -532,6 +538,7 @@ def sources(tmp_path):
     return lambda folder: shutil.copytree(first, folder, dirs_exist_ok=True)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_dataset(name, tmp_path, sources, monkeypatch):
     """Made again after any fault, it is what an undisturbed one is."""

@@ -65,6 +65,7 @@ def test_where_the_output_ends_the_run_saves_and_can_go_on(
     assert more.column("step") == list(range(rows + 2))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("words", [
     ["-c", "from backstage.signals import Signals\nsignals = Signals(0)\n"
      "print('a step', flush=True)\nassert signals.last is None"],

@@ -34,6 +34,7 @@ def clone(tmp_path_factory):
     return clone
 
 
+@pytest.mark.whole
 def test_a_new_stage_has_a_lesson_and_can_be_the_working_copy(clone):
     N = len(documents.load("ddp"))
     workshop(clone, "reset", "std")
@@ -52,6 +53,7 @@ def test_a_new_stage_has_a_lesson_and_can_be_the_working_copy(clone):
     assert "has never passed the check for other" in said
 
 
+@pytest.mark.whole
 def test_runs_of_a_new_stage_are_drawn_in_its_colour(clone):
     for n in (1, 2):
         run = clone / "runs" / f"other-{n}"

@@ -22,6 +22,7 @@ STARTER = Style(
     resume="--resume")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("case", make_params(CASES, AT_ONCE))
 def test_a_script(case, tmp_path):
     found = outcome(case, tmp_path, STARTER)

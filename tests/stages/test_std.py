@@ -194,6 +194,7 @@ def die_while_saving(log):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.whole
 def test_killed_while_a_checkpoint_is_written(data, tmp_path, single):
     flags = ("--checkpoint-every", 5)
     dead = attempt("std", tmp_path / "run", *flags, data=data,
@@ -276,6 +277,7 @@ def test_stops_with_a_checkpoint(
     assert more.column("step") == list(range(rows + 3))
 
 
+@pytest.mark.whole
 def test_a_damaged_checkpoint_is_passed_over(data, tmp_path, single):
     run = tmp_path / "run"
     train("std", run, "--checkpoint-every", 9, data=data)
@@ -301,6 +303,7 @@ def small_files(limit, log=None):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
+@pytest.mark.whole
 def test_a_full_disk_leaves_the_checkpoint_before(data, tmp_path):
     run = tmp_path / "run"
     train("std", run, "--max-steps", 10, data=data)
@@ -355,6 +358,7 @@ def test_a_loss_that_is_not_finite_spares_the_checkpoint(
     assert (run / "checkpoints" / "step_00000005.pt").read_bytes() == kept
 
 
+@pytest.mark.whole
 def test_resume_finds_its_own_settings(data, tmp_path, monkeypatch):
     """--run-dir and --resume say enough; a finished run ends at once."""
     monkeypatch.chdir(data.parent)  # a relative folder is its user's
@@ -378,6 +382,7 @@ def test_resume_finds_its_own_settings(data, tmp_path, monkeypatch):
     assert done.column("step") == list(range(9))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("stage", ["std", "starter"])
 def test_one_process_at_a_time_trains_in_a_run(stage, data, tmp_path):
     """A second one would take the first one's metrics away."""
@@ -530,6 +535,7 @@ def test_what_no_memory_holds_is_one_line():
     assert "the memory is full" in explain(error.value)
 
 
+@pytest.mark.whole
 def test_a_run_of_another_model(data, tmp_path, parsed):
     other = tmp_path / "run"
     train("std", other, "--max-steps", 2, data=data)
@@ -550,6 +556,7 @@ def test_a_run_of_another_model(data, tmp_path, parsed):
         parsed("--run-dir", other, "--resume")
 
 
+@pytest.mark.whole
 def test_a_shape_and_a_prompt_of_ones_own(data, tmp_path):
     run = tmp_path / "run"
     flags = "--n-layer 1 --n-head 2 --n-embd 16 --block-size 64".split()

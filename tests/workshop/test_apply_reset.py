@@ -208,6 +208,7 @@ def test_a_link_to_a_solution_does_not_change_that(repo):
         repo, "apply", "ddp", "1", status=1)
 
 
+@pytest.mark.whole
 def test_undo_goes_by_the_order_and_not_by_a_clock(repo):
     """Nor do time zones, resets within a second, and backups from before they
     had numbers, matter.

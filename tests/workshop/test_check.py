@@ -68,10 +68,12 @@ def test_a_script_of_the_table(case):
 
 
 @pytest.mark.parametrize(("stage", "title", "finds"), [
-    ("ddp", "Ask the launcher", "FAIL error \"'local_rank'\""),
+    pytest.param("ddp", "Ask the launcher", "FAIL error \"'local_rank'\"",
+                 marks=pytest.mark.whole),
     ("ddp", "Average the losses", 'FAIL log step=0 "loss"'),
     # it sends more, and is right
-    ("ddp", "Reduce the gradients", "warn reduced-repeatedly")])
+    pytest.param("ddp", "Reduce the gradients", "warn reduced-repeatedly",
+                 marks=pytest.mark.whole)])
 def test_one_change_alone(tmp_path, capsys, monkeypatch, stage, title, finds):
     """The script of the stage before, with all other changes made."""
     seen = []
@@ -101,6 +103,7 @@ def test_a_change_that_is_made_or_not_there(tmp_path, capsys):
         check("ddp", script, change=last + 1)
 
 
+@pytest.mark.whole
 def test_a_script_that_is_none(tmp_path):
     """One line that says where, before anything is started."""
     with pytest.raises(ours.UserError, match="reset std"):
@@ -204,6 +207,7 @@ def test_a_kernel_of_the_table(name, tmp_path):
     assert all(read_expected(line).is_in(found) for line in case.says)
 
 
+@pytest.mark.whole
 def test_an_error_of_the_check_itself_is_no_verdict(
         tmp_path, capsys, monkeypatch):
     """Neither on the script, nor for the class; the exit status is 2."""

@@ -235,6 +235,7 @@ def test_scripts_that_are_none(look):
 # ------------------------------------------------------------------ the view
 
 
+@pytest.mark.whole
 def test_the_view(look, snapshot, monkeypatch):
     """A change that is next, two below it, and a line of one's own."""
     monkeypatch.setattr(render, "saved", lambda path: "saved at noon")

@@ -48,12 +48,14 @@ def test_it_is_accepted_once_it_is_restored_or_staged(clone):
     assert "13 of 13 changes left" in workshop(clone, "diff", "ddp")
 
 
+@pytest.mark.whole
 def test_an_edited_lesson_and_what_the_doctor_says(clone):
     slip(clone, "workshop/lessons/ddp.md")
     said = python(clone, "-m", "workshop", "doctor").stdout
     assert "TO DO  course: workshop/lessons/ddp.md was edited" in said
 
 
+@pytest.mark.whole
 def test_a_copy_without_git_knows_what_it_was(clone):
     shutil.rmtree(clone / ".git")
     record = clone / "code" / ".originals.json"

@@ -74,6 +74,7 @@ def answers(recorded, stage, column, change):
             if finding.verdict != "ok"}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("stage", of_whole((stage,) for stage in RECORDED))
 def test_the_solutions_are_right(recorded, stage):
     if stage == "mpi":

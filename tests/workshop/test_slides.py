@@ -44,6 +44,7 @@ def deck(name):
 # -------------------------------------------------------------- up to date
 
 
+@pytest.mark.whole
 def test_what_the_repository_keeps_is_up_to_date():
     expected = build.documents()
     for path, new in expected.items():
