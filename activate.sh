@@ -19,12 +19,13 @@
 # tcsh runs the next line up to its exit; fish, which its end stops, shows it
 test "$?shell" = 1 && echo "start bash or zsh first" && exit 1 && time
 if [ -z "${BASH_VERSION-}${ZSH_VERSION-}" ]; then
-    echo "activate.sh: start bash or zsh first, and source it there" >&2
+    echo "activate.sh needs bash or zsh; fix: start one and source it there" \
+        >&2
     return 1
 fi
 if [ "${BASH_SOURCE[0]-}" = "$0" ] || [ "${ZSH_EVAL_CONTEXT-}" = toplevel ]
 then
-    echo "activate.sh sets up the shell that reads it: run source $0" >&2
+    echo "activate.sh sets up the shell that sources it; fix: source $0" >&2
     exit 1
 fi
 
@@ -45,8 +46,9 @@ _workshop_activate() {
     set -- # site.sh, and what that sources, has none of them
 
     case $_workshop_root in *:*)
-        echo "activate.sh: no Python finds $_workshop_root, since a colon" \
-            "divides PYTHONPATH: rename the folder" >&2
+        echo "activate.sh: Python cannot import from $_workshop_root, because" \
+            "a colon separates the entries of PYTHONPATH; fix: rename the" \
+            "folder" >&2
         return 1 ;;
     esac
     # an environment that is still active would hide a module's Python
@@ -64,8 +66,9 @@ _workshop_activate() {
     fi
     if [ -f "$_workshop_root/site.sh" ]; then
         if grep -q $'\r' "$_workshop_root/site.sh"; then
-            echo "activate.sh: $_workshop_root/site.sh has the line ends of" \
-                "Windows, which become part of each value: dos2unix site.sh" >&2
+            echo "activate.sh: $_workshop_root/site.sh has Windows line" \
+                "endings, which become part of each value; fix: dos2unix" \
+                "site.sh" >&2
             return 1
         fi
         # zsh restores its options by itself, when this function returns
@@ -84,7 +87,8 @@ _workshop_activate() {
             done
         fi
         if [ -n "$_workshop_failed" ]; then
-            echo "activate.sh: a command in $_workshop_root/site.sh failed" >&2
+            echo "activate.sh: a command in $_workshop_root/site.sh failed;" \
+                "fix: correct it, or end its line with || true" >&2
             return 1
         fi
     fi

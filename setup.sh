@@ -26,12 +26,14 @@ reason() { # the line that says most
         sed -E 's/^ *(error|cause|Caused by): //'
 }
 lock() { # a file, until this process and all that it started have ended
-    { exec 9>>"$1"; } 2>/dev/null || fail "${1%/*} is not writable"
+    { exec 9>>"$1"; } 2>/dev/null ||
+        fail "${1%/*} is not writable; fix: name another folder in site.sh"
     ! command -v flock >/dev/null || flock -n 9 2>/dev/null || { # no macOS
         # after a second the other has written who it is
         say "waiting for $(sleep 1; grep . "$1" || echo another process)," \
-            "who has locked $1"
-        flock 9 2>/dev/null || say "this file system has no locks: use one shell at a time"
+            "which holds the lock $1"
+        flock 9 2>/dev/null || say "this file system does not support" \
+            "locks; fix: use one shell at a time"
     }
     echo "process $$ of ${USER-$UID} on $HOSTNAME" >"$1"
 }
@@ -64,7 +66,7 @@ choose_parts() { # $chosen, of these words
         *)
             chosen=''
             [[ $options != *i* ]] ||
-                say "there is no part $word: choose from ${parts// /, }"
+                say "no such part: $word; fix: choose from ${parts// /, }"
             return 0
             ;;
         esac
@@ -114,23 +116,24 @@ must_change() { # whether the environment has to be changed, and may be
         return 0 # new, this clone's, or an empty folder of this user's
     elif [ "${WORKSHOP_INSTALL-}" = yes ] && [ "$marked" ] && [ -O "$venv" ]
     then
-        [ "0$(age)" -ge "0$(field age)" ] || fail "$venv stays as it is: the" \
-            "newer clone $clone has made it: update this one (git pull)"
+        [ "0$(age)" -ge "0$(field age)" ] || fail "$venv is unchanged: the" \
+            "newer clone $clone made it; fix: update this one (git pull)"
         return 0
     elif [ "$marked" != "$whole" ] || [ "${WORKSHOP_INSTALL-}" = yes ] ||
         ! "$venv/bin/python" -c '' 2>/dev/null ||
         { [ "$own" ] && [ ! "$marked" ]; }; then
-        fail "$venv stays as it is: it is not complete, activate.sh has not" \
-            "made it, or you may not change it or run its Python: rename it," \
-            "name an empty folder in site.sh, or ask its owner to run, with" \
-            "a Python for all, \`$again\`"
+        fail "$venv is unchanged: it is incomplete, activate.sh did not" \
+            "make it, or you may not change it or run its Python; fix:" \
+            "rename it, name an empty folder in site.sh, or ask its owner" \
+            "to run, with a Python that all may use, \`$again\`"
     elif [ "$marked" ]; then
         echo "activate.sh: the shared environment $venv was made for other" \
-            "requirements than this clone's: if something is missing, ask" \
-            "its owner to run \`$again\`"
+            "requirements than this clone's; fix: if something is missing," \
+            "ask its owner to run \`$again\`"
     elif [ "$chosen" ]; then
-        echo "activate.sh: $venv stays as it is, for activate.sh did not make" \
-            "it: install there by yourself what these need: $chosen"
+        echo "activate.sh: $venv is unchanged, because activate.sh did not" \
+            "make it; fix: install there yourself what these parts need:" \
+            "$chosen"
     fi
     return 1
 }
@@ -140,7 +143,7 @@ find_python() { # for a newer one, some of constraints.txt have no file
         ! "$python" -c 'import sys
 sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null || return 0
     done
-    fail "there is no Python 3.10 to 3.14 here: install one, or load a" \
+    fail "no Python 3.10 to 3.14 was found; fix: install one, or load a" \
         "module for it in site.sh (see site.example.sh)"
 }
 
@@ -235,7 +238,7 @@ keep_uv_variables() {
 }
 
 run() { # show an installer's progress or, in one line, why it failed
-    local log why advice='is there a network? name a mirror in site.sh'
+    local log why advice='check the network, or name a mirror in site.sh'
     log=$(mktemp "${TMPDIR:-/tmp}/workshop-XXXXXX")
     if COLUMNS=9999 "$@" 2>&1 | tee "$log" | {
         grep --line-buffered -E 'Downloading|^Prepared|^Installed|Retrying' ||
@@ -247,14 +250,14 @@ run() { # show an installer's progress or, in one line, why it failed
     why=$(reason <"$log")
     case $why in
     *ertificate*) advice='name yours in site.sh (export PIP_CERT=FILE)' ;;
-    *"o space"* | *quota*) advice='make room' ;;
+    *"o space"* | *quota*) advice='free some disk space' ;;
     esac
     if [ ! "$reinstall" ] &&
         ! grep -qE '^Prepared|Failed to .*install' "$log"; then
         rm -rf "${venv:?}/$cache"
         mv "$venv/$marker~" "$venv/$marker" # it is as it was
     fi
-    fail "cannot set up $venv ($why): $advice; all of it: $log"
+    fail "cannot set up $venv ($why); fix: $advice; the whole log: $log"
 }
 
 list_requirements() { # $wanted: those of the course and of the parts, for uv
@@ -296,13 +299,14 @@ fill() { # what another attempt has left is completed
     [ ! "$reinstall" ] || made=$(rm -rf "${venv:?}"/bin/python{,3,3.*} \
         "$venv"/lib/python*/site-packages/pip{,-*} && # else in part
         "$python" -m venv ${system:+"$system"} "$venv" 2>&1) ||
-        fail "$python cannot make a virtual environment (on Debian and" \
-            "Ubuntu: apt install python3-venv): ${made##*$'\n'}"
+        fail "$python cannot make a virtual environment" \
+            "(${made##*$'\n'}); fix: on Debian and Ubuntu, apt install" \
+            "python3-venv"
     made=$(settings 2>/dev/null) ||
-        fail "pip cannot read its settings: see pip config list"
+        fail "pip cannot read its settings; fix: see pip config list"
     unset "${!PIP_@}"
     eval "$made"
-    made=$(uv_settings) || fail "uv's settings cannot be read: see uv.toml"
+    made=$(uv_settings) || fail "uv's settings cannot be read; fix: see uv.toml"
     keep_uv_variables
     eval "$made"
     # on the same disk, it is linked from there; no home's quota is filled
@@ -321,7 +325,8 @@ fill() { # what another attempt has left is completed
         pins=$venv/$cache/torch.txt
         "$venv/bin/python" -c 'from importlib.metadata import version
 print("torch==" + version("torch"))' >"$pins" 2>/dev/null ||
-            fail "the site's Python has no PyTorch: load its module in site.sh"
+            fail "the site's Python has no PyTorch; fix: load its module in" \
+                "site.sh"
         made=$venv/bin/python # the site's does not see what is here in part
         [ ! "$reinstall" ] || made=$(type -P "$python")
         run "$venv/bin/python" -m pip --python "$made" install -q --dry-run \
@@ -340,8 +345,8 @@ for package in json.load(open(sys.argv[1]))["install"]:
     made=$("$venv/bin/python" -c 'import importlib.util
 if importlib.util.find_spec("torch"): import torch' 2>&1) ||
         say "PyTorch is installed, but cannot be loaded here" \
-            "(${made##*$'\n'}): a module in site.sh may be missing, or one" \
-            "too many"
+            "(${made##*$'\n'}); fix: check the modules that site.sh loads:" \
+            "one may be missing, or in conflict with it"
     rm -rf "${venv:?}/$cache" "$venv/$marker~"
     printf '%s\n' "clone=$PWD" "base=$(base "$venv/bin/python")" \
         "age=$(age)" "parts=$installed" "requirements=$(requirements)" \
@@ -377,8 +382,8 @@ share_demo() {
 
 # A job only uses what a terminal has set up.
 in_terminal() {
-    [ "${WORKSHOP_INSTALL-}" != no ] || fail "$1, and a job installs nothing:" \
-        "run \`source $(printf %q "$PWD/activate.sh")\` in a terminal first"
+    [ "${WORKSHOP_INSTALL-}" != no ] || fail "$1, and a job installs nothing;" \
+        "fix: run \`source $(printf %q "$PWD/activate.sh")\` in a terminal"
 }
 
 suggest_tests() { # in a line what pytest needs, if the packages are not here
@@ -414,9 +419,9 @@ make() {
         ! must_change || fill # else the shell that had the lock has done it
     fi
     if [ ! -e fineweb/demo/manifest.json ]; then
-        in_terminal "there is no demo dataset"
+        in_terminal "the demo dataset is missing"
         "$venv/bin/python" fineweb/demo.py --copy-from "$venv/$demo" ||
-            fail "there is no demo dataset"
+            fail "the demo dataset could not be built"
     fi
     [ "${WORKSHOP_INSTALL-}" != no ] || exit 0
     share_demo >/dev/null 2>&1 || true
@@ -436,10 +441,12 @@ tiktoken.get_encoding("gpt2")'; } >/dev/null 2>&1 &
 pack() {
     local said
     cd "${VIRTUAL_ENV-/}"
-    { [ -e "$marker" ] && grep -q relocatable pyvenv.cfg; } || fail "source" \
-        "activate.sh first: an environment that it has made is what is packed"
+    { [ -e "$marker" ] && grep -q relocatable pyvenv.cfg; } || fail "no" \
+        "environment that activate.sh has made is active; fix: source" \
+        "activate.sh first"
     [ ! -e "$1" ] || tar -tf "$1" "./$marker" >/dev/null 2>&1 ||
-        fail "$1 stays as it is, for it is no packed environment: name another"
+        fail "$1 is unchanged, because it is not a packed environment; fix:" \
+            "choose another name"
     new=$(mktemp -d "${1%/*}/.new-XXXXXX")
     trap 'rm -rf "$new"' EXIT
     # the marker comes last: an archive without it is not whole
@@ -459,21 +466,21 @@ unpack() {
     new=$venv.new
     mkdir -m 700 "$folder" 2>/dev/null || true
     { [ -O "$folder" ] && [ -w "$folder" ]; } || fail "$folder cannot be" \
-        "made, or is not yours: let TMPDIR name another disk of this node"
+        "made, or is not yours; fix: set TMPDIR to another disk of this node"
     clear_away() { # only ours, its mark last, or what is empty
         rmdir "$new" 2>/dev/null || [ ! -f "$new/.begun" ] ||
             { rm -rf "${new:?}"/* && rm -r "$new"; }
     }
     [ -e "$venv" ] || lock "$folder/lock"
     if [ ! -e "$venv" ]; then # no other shell has done it meanwhile
-        say "unpacking $1 in $venv (a minute, once on each node)"
+        say "unpacking $1 into $venv (a minute, once on each node)"
         clear_away # what a killed one has left
         trap clear_away EXIT
         said=$({ mkdir "$new" && : >"$new/.begun" &&
             tar -C "$new" --no-same-owner -xf "$1" &&
             ls "$new/$marker"; } 2>&1) || fail "cannot unpack $1 in $folder" \
-            "($(echo "$said" | reason)): is it whole, is there room? TMPDIR" \
-            "may name another disk"
+            "($(echo "$said" | reason)); fix: check that it is complete, and" \
+            "that there is space, or set TMPDIR to another disk"
         echo "archive=$1" >>"$new/$marker"
         mv "$new" "$venv"
         rm "$venv/.begun"
@@ -484,10 +491,11 @@ unpack() {
 venv=${2-} system=$([ "${3-}" != yes ] || echo --system-site-packages)
 if [ "${1-}" != make ]; then
     [[ ${1-} =~ ^(un)?pack$ && $venv == *.tar* ]] ||
-        fail "setup.sh needs pack or unpack, and an archive: venv.tar.gz"
+        fail "invalid arguments; fix: setup.sh pack venv.tar.gz, or unpack"
     venv=$(cd -P "$(dirname "$2")" 2>/dev/null && pwd)/${2##*/} ||
-        fail "there is no folder $(dirname "$2"), where $2 is to be"
+        fail "no such folder: $(dirname "$2"); fix: make it, or choose" \
+            "another for $2"
     [ "$1" = pack ] || [ -r "$venv" ] ||
-        fail "$2 cannot be read: \`setup.sh pack\` makes it"
+        fail "$2 cannot be read; fix: make it with \`setup.sh pack\`"
 fi
 "$1" "$venv" "${@:3}"

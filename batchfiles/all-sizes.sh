@@ -10,7 +10,7 @@ folder=$(dirname "$(realpath "$0")")
 stage=${1-}
 if [ ! -f "$folder/batch-$stage.sh" ] &&
     [ ! -f "$folder/batch-$stage-1n1g.sh" ]; then
-    echo "name a stage, for example: $0 ddp [flags]" >&2
+    echo "error: no such stage; fix: name one, for example: $0 ddp [flags]" >&2
     exit 1
 fi
 shift

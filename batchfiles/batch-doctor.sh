@@ -7,7 +7,7 @@
 #SBATCH --cpus-per-gpu=8
 #SBATCH --time=00:10:00
 
-: "${WORKSHOP:?is not set: source activate.sh, then sbatch --export=ALL}"
+: "${WORKSHOP:?is not set; fix: source activate.sh, then sbatch --export=ALL}"
 . "$WORKSHOP/batchfiles/job.sh" || exit 1
 
 srun --kill-on-bad-exit=1 --ntasks-per-node="$processes" \

@@ -7,7 +7,7 @@
 #SBATCH --time=04:00:00         # if that is too short, submit it again
 #SBATCH --requeue --open-mode=append
 
-: "${WORKSHOP:?is not set: source activate.sh, then sbatch --export=ALL}"
+: "${WORKSHOP:?is not set; fix: source activate.sh, then sbatch --export=ALL}"
 . "$WORKSHOP/batchfiles/job.sh" || exit 1
 
 srun python "$WORKSHOP/fineweb/fineweb.py" "$@"

@@ -10,7 +10,7 @@
 #SBATCH --signal=B:USR1@120     # 2 to 3 minutes before: save, requeue
 #SBATCH --requeue --open-mode=append
 
-: "${WORKSHOP:?is not set: source activate.sh, then sbatch --export=ALL}"
+: "${WORKSHOP:?is not set; fix: source activate.sh, then sbatch --export=ALL}"
 . "$WORKSHOP/batchfiles/job.sh" || exit 1
 ((gpus < 2)) || echo "warning: one process trains, on one of $gpus GPUs" >&2
 

@@ -8,7 +8,7 @@
 
 # `sh batch-std.sh` and `zsh batch-std.sh` come to this line, too.
 if [ -z "${BASH_VERSION-}" ]; then
-    echo "batch file: this shell is not a SLURM job: start it with sbatch" >&2
+    echo "batch file: this shell is not a SLURM job; fix: use sbatch" >&2
     exit 1
 fi
 
@@ -21,11 +21,11 @@ IFS=$' \t\n'
 # `bash batch-std.sh`, on a login node, a laptop or inside another job, is no
 # job of its own: say in one line how it becomes one, or trains here.
 _job_refuse() {
-    local file stage given=() flags='' advice='there is no sbatch here' or=''
+    local file stage given=() flags='' advice='' or=''
     file=$(realpath -s "${BASH_SOURCE[-1]}")
     if type -P sbatch >/dev/null; then
         printf -v advice ' %q' "$file" "${@:2}"
-        advice="submit it: sbatch$advice" or='or '
+        advice="submit it: sbatch$advice" or='; or '
     fi
     stage=$(grep -oE '\$\(stage [a-z0-9]+|workshop doctor' "$file" | head -n 1)
     if [ "$stage" ]; then
@@ -35,9 +35,9 @@ _job_refuse() {
         ! grep -qF '"$@"' "$file" || given+=("${@:2}")
         [ "${#given[@]}" = 0 ] || printf -v flags ' %q' -- "${given[@]}"
         stage=${stage##* }
-        advice+="; ${or}run it here: python -m workshop launch $stage$flags"
+        advice+="${or}run it here: python -m workshop launch $stage$flags"
     fi
-    echo "${file##*/}: $1: $advice" >&2
+    echo "${file##*/}: $1; fix: ${advice:-submit it where sbatch is}" >&2
     exit 1
 }
 if [ -z "${SLURM_JOB_ID-}" ]; then
@@ -69,7 +69,8 @@ done
 # Load the site's modules and the environment. Jobs install nothing. A signal
 # has to wait: end_job is defined below.
 trap '_job_signal=yes' USR1 TERM
-trap 'echo "$_job_name: site.sh calls exit, which ends the job: use return" >&2
+trap 'echo "$_job_name: site.sh calls exit, which ends the job;" \
+        "fix: use return" >&2
     exit 1' EXIT
 _job_active=''
 WORKSHOP_INSTALL=no source "$WORKSHOP/activate.sh" >/dev/null &&
@@ -127,7 +128,7 @@ end_job() {
         "${SLURM_RESTART_COUNT-0}" ]; then
         fail "SLURM requeues this job"
     elif [ "${state:=RUNNING}" != RUNNING ]; then
-        fail "SLURM ends this job (Reason=${reason:-None}):" \
+        fail "SLURM ends this job (Reason=${reason:-None}); fix:" \
             "python -m workshop why ${run@Q}"
     elif ((_job_after <= _job_before)) && ! is_preempted; then
         fail "$@"
@@ -137,7 +138,7 @@ end_job() {
         ask_slurm scontrol requeue "$_job_id" && trap - EXIT && exit 0
     fi
     command_that_continues
-    fail "not requeued; continue with: $_job_command"
+    fail "not requeued; fix: continue with: $_job_command"
 }
 
 is_preempted() {
@@ -201,11 +202,12 @@ command_that_continues() {
 
 for _job_variable in run gpus tasks processes cores; do
     (unset "$_job_variable") 2>/dev/null || fail "site.sh makes" \
-        "$_job_variable read-only, which the batch files set: rename it there"
+        "$_job_variable read-only, which the batch files set; fix: rename it" \
+        "there"
 done
 run='' gpus='' tasks='' processes='' cores=''
 _job_before=0 _job_after=0 _job_id=$SLURM_JOB_ID
-trap 'end_job "no time is left to train: give a longer --time"' USR1 TERM
+trap 'end_job "no time is left to train; fix: use a longer --time"' USR1 TERM
 
 # In an array SLURM_JOB_ID may mean all of it. Inside an array's job sbatch
 # passes the array's variables on to another job.
@@ -225,11 +227,12 @@ run=$(realpath -ms "$run${_job_element:+_$_job_element}")
 # SLURM signals before the time limit, for a very short job at once, and if the
 # job is cancelled or loses its nodes.
 [ -z "$_job_signal" ] ||
-    end_job "no time is left to train: give a longer --time"
+    end_job "no time is left to train; fix: use a longer --time"
 [[ " ${_job_flags[*]}" != *" --run-dir"* ]] || # which signals do not reach
-    fail "instead of --run-dir give sbatch the run's folder: WORKSHOP_RUN=DIR"
-[ -d "${WORKSHOP_DATA:-/}" ] ||
-    fail "WORKSHOP_DATA is $WORKSHOP_DATA, which does not exist: fix site.sh"
+    fail "a job does not take --run-dir; fix: name the run's folder to" \
+        "sbatch: WORKSHOP_RUN=DIR sbatch ..."
+[ -d "${WORKSHOP_DATA:-/}" ] || fail "WORKSHOP_DATA is $WORKSHOP_DATA, which" \
+    "does not exist; fix: correct it in site.sh"
 
 # The processes meet on the first node, at a port of this job's own.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -257,10 +260,10 @@ ask_nodes() {
         printf "\n%s\n" "$3:${SLURM_GPUS_ON_NODE:-0}:$SLURM_CPUS_ON_NODE:"
     ' - "$WORKSHOP" "$(sed -n 's/^archive=//p' \
         "${VIRTUAL_ENV-}/workshop-base" 2>/dev/null)" "$mark")
-    ((nodes == SLURM_NNODES)) || fail "$nodes of $SLURM_NNODES nodes have" \
-        "said what SLURM gave them${other:+; srun printed: $other}"
-    ((gpus == most)) || fail "one node has $most GPUs, another $gpus: ask" \
-        "for as many on each, with --gpus-per-node"
+    ((nodes == SLURM_NNODES)) || fail "only $nodes of $SLURM_NNODES nodes" \
+        "reported their GPUs and cores${other:+; srun printed: $other}"
+    ((gpus == most)) || fail "one node has $most GPUs, another $gpus; fix:" \
+        "request equally many on each, with --gpus-per-node"
 }
 ask_nodes
 
@@ -269,10 +272,11 @@ ask_nodes
 # nothing else; since 22.05 it has to be told the cores.
 tasks=${SLURM_NTASKS_PER_NODE:-1} processes=$gpus
 ((gpus)) || processes=$tasks
-((tasks == 1 || tasks == processes)) || fail "$gpus GPUs and $tasks tasks on" \
-    "each node: each GPU has a process, so give sbatch --ntasks-per-node=$gpus"
-((cores /= processes)) || fail "there are fewer cores than processes," \
-    "$processes on each node: give sbatch --cpus-per-gpu=8"
+((tasks == 1 || tasks == processes)) || fail "each node has $gpus GPUs and" \
+    "$tasks tasks, but each GPU needs one process; fix: give sbatch" \
+    "--ntasks-per-node=$gpus"
+((cores /= processes)) || fail "a node has $processes processes, and fewer" \
+    "cores; fix: give sbatch --cpus-per-gpu=8"
 ((!gpus || !_job_most_cores || cores < _job_most_cores)) ||
     cores=$_job_most_cores
 ((!gpus)) || export SLURM_GPUS_PER_NODE=$gpus
@@ -297,7 +301,7 @@ stage() { python -m workshop script "$1"; }
 train() {
     local - running status asked='' earlier finished=''
     set +eu
-    trap 'asked=yes; echo "$_job_name: no time is left: saving"' USR1
+    trap 'asked=yes; echo "$_job_name: the time limit is near, saving"' USR1
     count_saved _job_before || true
     earlier=$(begun)
     echo "job       $_job_name $_job_id: $SLURM_NNODES x $gpus GPUs, on" \
@@ -324,8 +328,8 @@ train() {
         ((status == 0)) || finished=''
     fi
     [ -z "$finished" ] || exit 0
-    end_job "stopped and not requeued: no further step was saved, see above:" \
-        "python -m workshop why ${run@Q}"
+    end_job "stopped and not requeued: no further step was saved; fix: find" \
+        "the cause above, or by python -m workshop why ${run@Q}"
 }
 
 # Put the number of saved steps into the variable that is named. Returns 0 if

@@ -11,7 +11,7 @@ case $minutes in 60 | 90 | 120 | 240) ;; *)
     exit 2 ;;
 esac
 course=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-export WORKSHOP_VENV="${VIRTUAL_ENV:?source activate.sh first}"
+export WORKSHOP_VENV="${VIRTUAL_ENV:?is not set; fix: source activate.sh}"
 unset WORKSHOP_INSTALL PYTHONPATH
 flags=${*:---max-steps 100} folder=$(mktemp -d "$PWD/.rehearsal-XXXXXX")
 trap 'kill %1; wait; rm -rf "$folder"; exit 1' INT TERM HUP
@@ -32,7 +32,7 @@ if [ -z "$sbatch" ] && ! command -v qsub >/dev/null && lines=$(cluster up); then
     eval "$lines"
     sbatch="env -u SBATCH_PARTITION -u SBATCH_RESERVATION"  # a site's
     sbatch+=" -u SBATCH_CONSTRAINT sbatch"
-    echo "the jobs run on a SLURM of this machine: docs/cluster.md" >&2
+    echo "the jobs run on a SLURM on this machine: docs/cluster.md" >&2
 fi
 stage() { # make it by its changes, check it, submit what has passed
     local run="$tool launch $1 -- $flags"

@@ -8,7 +8,7 @@
 #PBS -k doe
 #PBS -r n
 
-: "${PBS_O_WORKDIR:?is not set: submit this file with qsub}"
+: "${PBS_O_WORKDIR:?is not set; fix: submit this file with qsub}"
 source "$PBS_O_WORKDIR/batchfiles/pbs/job.sh" || exit 1
 
 python "$root/fineweb/fineweb.py" "${flags[@]}"

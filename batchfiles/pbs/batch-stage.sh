@@ -11,8 +11,8 @@
 #PBS -k doe
 #PBS -r n
 
-: "${PBS_O_WORKDIR:?is not set: submit this file with qsub}"
-: "${STAGE:?is not set: name a stage, as in qsub -v STAGE=ddp}"
+: "${PBS_O_WORKDIR:?is not set; fix: submit this file with qsub}"
+: "${STAGE:?is not set; fix: name a stage, as in qsub -v STAGE=ddp}"
 source "$PBS_O_WORKDIR/batchfiles/pbs/job.sh" || exit 1
 
 train python -m workshop launch "$STAGE" -- --run-dir "$run" --resume "${flags[@]}"

@@ -14,7 +14,8 @@ _job_stage=${STAGE-} _job_text=${FLAGS-} _job_run=${WORKSHOP_RUN-}
 _job_file=$(realpath "${BASH_SOURCE[0]}") _job_active=''
 
 # Load the site's modules and the environment. Jobs install nothing.
-trap 'echo "$PBS_JOBNAME: site.sh calls exit, which ends the job: use return" >&2
+trap 'echo "$PBS_JOBNAME: site.sh calls exit, which ends the job;" \
+        "fix: use return" >&2
     exit 1' EXIT
 WORKSHOP_INSTALL=no source "${_job_file%/*/*/*}/activate.sh" >/dev/null &&
     _job_active=yes
@@ -38,21 +39,24 @@ STAGE=$_job_stage
 run=${_job_run:-$root/runs/$STAGE-${PBS_JOBID%%.*}}
 read -ra flags <<<"$_job_text" # of the script: qsub -v FLAGS="--max-steps 100"
 [[ " ${flags[*]}" != *" --run-dir"* ]] || # which signals would not reach
-    fail "instead of --run-dir give qsub the run's folder: -v WORKSHOP_RUN=DIR"
+    fail "a job does not take --run-dir; fix: name the run's folder to" \
+        "qsub: -v WORKSHOP_RUN=DIR"
 if [ -n "${WORKSHOP_DATA-}" ] && [ ! -d "$WORKSHOP_DATA" ]; then
-    fail "WORKSHOP_DATA is $WORKSHOP_DATA, which does not exist: fix site.sh"
+    fail "WORKSHOP_DATA is $WORKSHOP_DATA, which does not exist; fix:" \
+        "correct it in site.sh"
 fi
 
 [ "${PBS_ENVIRONMENT-}" != PBS_INTERACTIVE ] || # qsub -I
-    fail "this is another job, $PBS_JOBID: run it here with: python -m" \
-        "workshop launch ${STAGE:-doctor} ${FLAGS:+-- $FLAGS}"
+    fail "this shell is in another job, $PBS_JOBID; fix: run it here with:" \
+        "python -m workshop launch ${STAGE:-doctor} ${FLAGS:+-- $FLAGS}"
 
 # The processes meet on the first node, at a port of this job's own. The node
 # file is on that node alone.
-[ -s "${PBS_NODEFILE-}" ] || fail "there is no PBS_NODEFILE: submit it with qsub"
+[ -s "${PBS_NODEFILE-}" ] ||
+    fail "PBS_NODEFILE names no file with nodes; fix: submit this with qsub"
 while read -r node; do
     getent ahosts "$node" >/dev/null ||
-        fail "$PBS_NODEFILE names $node, which is no host that $HOSTNAME knows"
+        fail "$PBS_NODEFILE names $node, which $HOSTNAME cannot resolve"
 done < <(sort -u "$PBS_NODEFILE")
 MASTER_ADDR=$(head -n 1 "$PBS_NODEFILE")
 MASTER_PORT=$((20000 + ${PBS_JOBID//[!0-9]*/} % 10000))
@@ -108,13 +112,13 @@ train() {
     again=(qsub "${options[@]}"
         -v "WORKSHOP_RUN=$run,STAGE=$STAGE,FLAGS=${flags[*]}"
         "$batchfiles/batch-stage.sh")
-    advice="go on after $after steps with: cd ${root@Q} && ${again[*]@Q}"
+    advice="fix: continue after step $after with: cd ${root@Q} && ${again[*]@Q}"
     if [ -n "$ended" ]; then
         fail "ended by qdel, or by PBS at the time limit; $advice"
     fi
     if [ "$after" = "$before" ]; then
-        fail "stopped and not continued: no further step was saved, see" \
-            "above: python -m workshop why ${run@Q}"
+        fail "stopped and not continued: no further step was saved; fix:" \
+            "find the cause above, or by python -m workshop why ${run@Q}"
     fi
     if ! cd "$root" || ! "${again[@]}"; then
         fail "$advice"

@@ -226,21 +226,22 @@ def test_the_doctor_as_a_job(clone, tmp_path):
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("variables", "words"), [
-    ({"nodes": "nowhere.invalid\n"}, "names nowhere.invalid, which is no "),
-    ({"PBS_NODEFILE": "/proc/nowhere"}, "submit it with qsub"),
+    ({"nodes": "nowhere.invalid\n"}, "names nowhere.invalid, which "),
+    ({"PBS_NODEFILE": "/proc/nowhere"}, "submit this with qsub"),
     ({"PBS_O_WORKDIR": ""}, "submit this file with qsub"),
     ({"PBS_O_WORKDIR": "/proc/nowhere"},
      "/proc/nowhere/batchfiles/pbs/job.sh"),
     ({"stage": ""}, "name a stage, as in qsub -v STAGE=ddp"),
-    ({"WORKSHOP_DATA": "/proc/nowhere"}, "fix site.sh"),
-    ({"SITE": "exit"}, "site.sh calls exit, which ends the job: use return"),
+    ({"WORKSHOP_DATA": "/proc/nowhere"}, "correct it in site.sh"),
+    ({"SITE": "exit"},
+     "site.sh calls exit, which ends the job; fix: use return"),
     ({"PBS_ENVIRONMENT": "PBS_INTERACTIVE", "FLAGS": "--preset tiny"},
      "with: python -m workshop launch ddp -- --preset tiny"),
     ({"SITE": "false"}, "a command in"),
     ({"SITE": "run=/x root=/x flags=(x) batchfiles=/x; STAGE=tp\n"
       " fail() { :; }; train() { :; }; IFS=:", "mpiexec": "exit 1"},
      "stopped and not continued: no further step was saved"),
-    ({"FLAGS": "--run-dir mine"}, "run's folder: -v WORKSHOP_RUN=DIR"),
+    ({"FLAGS": "--run-dir mine"}, "run's folder to qsub: -v WORKSHOP_RUN=DIR"),
     ({"mpiexec": "exit 1"},
      "stopped and not continued: no further step was saved"),
     ({"mpiexec": "mkdir -p $WORKSHOP_RUN/checkpoints; touch $WORKSHOP_RUN/"
@@ -248,7 +249,7 @@ def test_the_doctor_as_a_job(clone, tmp_path):
      "stopped and not continued: no further step was saved"),
     # as qdel does: the job's shell gets the signal, too
     ({"mpiexec": "kill $PPID; sleep 1; exit 1"},
-     "ended by qdel, or by PBS at the time limit; go on after 0 steps")])
+     "ended by qdel, or by PBS at the time limit; fix: continue after")])
 def test_what_is_wrong_is_one_line(clone, tmp_path, variables, words):
     if "mpiexec" in variables:
         variables = dict(variables)

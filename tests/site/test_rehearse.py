@@ -116,7 +116,7 @@ def test_without_slurm_it_starts_one(tmp_path, monkeypatch):
         "workshop", venv=sys.prefix)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, out + err
-    assert "on a SLURM of this machine" in err
+    assert "on a SLURM on this machine" in err
     assert (tmp_path / "said").read_text() == "ddp node1\nlit node1\n"
     assert not [words for _, words, _ in all_processes()
                 if "/rehearsal-" in " ".join(words)]

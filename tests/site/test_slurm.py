@@ -105,7 +105,7 @@ def test_sbatch_says_the_size(slurm):
 
 def test_a_size_that_does_not_fit(slurm):
     """It is one line, before anything starts; so is another folder."""
-    more = r"4 GPUs and 2 tasks on each node: .* --ntasks-per-node=4$"
+    more = r"has 4 GPUs and 2 tasks, .* --ntasks-per-node=4$"
     uneven = "--nodes=2 --gpus-per-node=0 --gpus=3"
     few = slurm.repo / "batchfiles" / "batch-few.sh"
     text = few.with_name("batch-tp.sh").read_text()
@@ -115,9 +115,10 @@ def test_a_size_that_does_not_fit(slurm):
             for name, options, reason in (
         ("lit-1n2g", "--gpus-per-node=4", more),
         ("ddp-1n4g", "--ntasks-per-node=2", more),
-        ("ddp-1n1g", uneven, "one node has 2 GPUs, another 1: "),
-        ("few", "", "fewer cores than processes, 2 on each .*per-gpu=8$"))}
-    jobs[slurm.submit("std", "--run-dir", "mine")] = ": WORKSHOP_RUN=DIR$"
+        ("ddp-1n1g", uneven, "one node has 2 GPUs, another 1; fix: "),
+        ("few", "", "has 2 processes, and fewer cores; .*per-gpu=8$"))}
+    jobs[slurm.submit("std", "--run-dir", "mine")] = (
+        r"; fix: .*: WORKSHOP_RUN=DIR sbatch \.\.\.$")
     for job, reason in jobs.items():
         assert slurm.wait(job)["JobState"] == "FAILED"
         log = slurm.log(job)
@@ -143,13 +144,13 @@ def test_a_job_from_a_shell_without_activate(slurm):
 
 @pytest.mark.parametrize(("line", "reason"), [
     ("false", "a command in .*site.sh failed"),
-    ("exit", "site.sh calls exit, .*: use return"),
+    ("exit", "site.sh calls exit, .*; fix: use return"),
     ("WORKSHOP_VENV=", r"\.venv is not up to date, and a job installs nothing"
-     r": run `source .*/my\\ clone/activate\.sh`"),
+     r"; fix: run `source .*/my\\ clone/activate\.sh`"),
     ("export WORKSHOP_DATA=/proc/nowhere",
-     "/proc/nowhere, .* not exist: fix site"),
+     "/proc/nowhere, .* not exist; fix: correct it in site"),
     ("readonly run=/x", "site.sh makes run read-only, .* rename it"),
-    ("kill -USR1 $$", "no time is left to train: .* longer --time"),  # SLURM's
+    ("kill -USR1 $$", "no time is left to train; .* longer --time"),  # SLURM's
 ])
 def test_a_site_that_is_wrong(slurm, line, reason):
     """A job says so in one line, at once, and installs nothing."""
@@ -222,8 +223,8 @@ def test_nodes_that_do_not_answer(slurm, tmp_path):
     with site(slurm, f"PATH={own.parent}:$PATH"):
         job = slurm.submit("ddp-2n1g")
         assert slurm.wait(job)["JobState"] == "FAILED"
-    assert re.fullmatch("ddp-2n1g: 0 of 2 nodes have said .*; srun printed: "
-                        "Welcome\n", slurm.log(job))
+    assert re.fullmatch("ddp-2n1g: only 0 of 2 nodes reported .*; srun "
+                        "printed: Welcome\n", slurm.log(job))
 
 
 @pytest.mark.parametrize("name", [
@@ -238,7 +239,7 @@ def test_bash_instead_of_sbatch(slurm, name):
     said = slurm("bash", file, *flags, check=False)
     assert said.returncode == 1 and not said.stdout
     assert said.stderr.count("\n") == 1
-    start = f"{file.name}: this shell is not a SLURM job: "
+    start = f"{file.name}: this shell is not a SLURM job; fix: "
     assert said.stderr.startswith(start)
     submit, _, here = said.stderr[:-1].partition("; or run it here: ")
     submit = submit.removeprefix(f"{start}submit it: ")
@@ -270,8 +271,8 @@ def test_another_shell_instead_of_sbatch(slurm, shell):
     file = slurm.repo / "batchfiles" / "batch-std.sh"
     said = slurm(shell, file, "--max-steps", 1, check=False)
     assert said.returncode == 1 and not said.stdout
-    assert said.stderr == ("batch file: this shell is not a SLURM job: "
-                           "start it with sbatch\n")
+    assert said.stderr == ("batch file: this shell is not a SLURM job; fix: "
+                           "use sbatch\n")
 
 
 def test_bash_inside_another_job(slurm):
@@ -289,9 +290,10 @@ def test_bash_inside_another_job(slurm):
     assert slurm.wait(job)["JobState"] == "FAILED"
     for text in *said, slurm.log(job):
         assert len(re.findall(
-            r"^batch-std.sh: this shell is inside another job, \d+: submit it:"
-            r" sbatch .* --max-steps 1; or run it here: python -m workshop "
-            r"launch std -- --max-steps 1\r?$", text, re.M)) == 1, text
+            r"^batch-std.sh: this shell is inside another job, \d+; fix: "
+            r"submit it: sbatch .* --max-steps 1; or run it here: python -m "
+            r"workshop launch std -- --max-steps 1\r?$", text, re.M)) == 1, (
+                text)
     # a job that is the batch file's, by another way
     with slurm.counting("std"):
         job = slurm("sbatch", "--parsable", "--output=%j.log",
@@ -338,7 +340,7 @@ def test_all_sizes(slurm):
             rf"Command=.*/batch-lit-{nodes}n{gpus}g.sh --max-steps 100 "
             "--eval-every 100 --seed 5", text)
     wrong = slurm(slurm.repo / "batchfiles" / "all-sizes.sh", check=False)
-    assert wrong.returncode == 1 and "name a stage" in wrong.stderr
+    assert wrong.returncode == 1 and "no such stage" in wrong.stderr
 
 
 # ------------------------------------------------------------ to their end
@@ -443,12 +445,12 @@ def test_the_steps_of_another_job(slurm):
 saved = sys.argv[2] + "/checkpoints"
 os.makedirs(saved)
 open(saved + "/step_00000009.pt", "w")
-sys.exit("another process trains in this run")
+sys.exit("another process is training in this run")
 """):
         job = slurm.submit("std")
         end = slurm.wait(job)
     assert end["JobState"] == "FAILED" and end["Restarts"] == "0"
-    assert "no further step was saved, see above" in slurm.log(job)
+    assert "no further step was saved; fix: find" in slurm.log(job)
 
 
 def test_a_command_that_fails_in_a_finished_run(slurm):

@@ -138,14 +138,14 @@ def test_a_signal_during_the_start(slurm, name):
         job.wait(lambda: "\ncommand " in job.log)
         job.signal()
         job.wait(lambda: "stopped by SIGUSR1" in job.log)
-        assert "no time is left" in job.log
+        assert "the time limit is near" in job.log
         job.starts += 1
         job.get_going()
         job.cancel()
         job.has_lost_nothing(1)
     assert job.log.count("requeueing, to continue after") == 1
     *said, command = job.log.splitlines()[-1].split(": ")
-    assert said[:2] == [name, "SLURM ends this job (Reason=None)"]
+    assert said[:2] == [name, "SLURM ends this job (Reason=None); fix"]
     said = slurm("bash", "-c", command, check=False,
                  PYTHONPATH=str(slurm.repo))
     assert "no such folder" not in said.stderr
@@ -388,8 +388,8 @@ def test_nothing_is_lost(slurm):
 
 def test_the_time_limit_is_what_slurm_says(overdue):
     assert overdue.slurm.wait(overdue.job)["JobState"] == "TIMEOUT"
-    assert "no time is left" in overdue.log
-    assert "SLURM ends this job (Reason=TimeLimit): " in (
+    assert "the time limit is near" in overdue.log
+    assert "SLURM ends this job (Reason=TimeLimit); fix: " in (
         overdue.log.splitlines()[-1])
 
 
