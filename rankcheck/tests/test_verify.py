@@ -45,7 +45,7 @@ def test_the_places_of_the_changes_are_there():
 
 @pytest.mark.parametrize("number", [-1, 1, 65, 100_000])
 def test_a_number_of_processes_that_cannot_be_is_a_line(number):
-    with pytest.raises(UserError, match="-n is 2 to 64"):
+    with pytest.raises(UserError, match="-n must be 2 to 64"):
         verify(["train.py"], number, 4)
 
 
@@ -114,7 +114,7 @@ import torch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     with pytest.raises(UserError, match="a GPU for each of the 3 processes, "
-                       "and this machine has 2"):
+                       "but this machine has 2"):
         verify([str(script)], 3, 2, device="gpu")
     assert verify([str(script)], 2, 2, device="gpu").ok
     said = capsys.readouterr().out

@@ -598,7 +598,7 @@ def test_files_of_ones_own_are_no_evidence(text, tmp_path):
     for name in "eval-2026.json", "node1-7.json", "node1-7.exits":
         (tmp_path / name).write_text(text)
     os.mkfifo(tmp_path / "a-1.json")
-    with pytest.raises(UserError, match="no rank has been seen"):
+    with pytest.raises(UserError, match="no rank left a record"):
         command.why(command.Request(str(tmp_path)))
 
 

@@ -250,12 +250,12 @@ def test_what_is_no_dump(content, tmp_path):
     end = python(tmp_path, "-m", "rankcheck", "why", tmp_path / "dump_",
                  PYTHONPATH=SOURCE_PATH)
     assert end.returncode == 2 and end.stderr.count("\n") == 1, end
-    assert "is no flight-recorder dump" in end.stderr
+    assert "is not a flight-recorder dump" in end.stderr
 
 
 def test_several_sets_are_named(tmp_path):
     for name in "one_0", "two_0":
         (tmp_path / name).write_bytes(b"\x80")
-    with pytest.raises(UserError, match=r"several sets of dumps: name one of "
-                       r".*/one_, .*/two_"):
+    with pytest.raises(UserError, match=r"several sets of dumps; fix: name "
+                       r"one of .*/one_, .*/two_"):
         dumps.find_files(str(tmp_path))

@@ -278,8 +278,8 @@ def test_on_hang_where_the_working_directory_is_gone(tmp_path):
             **os.environ, "HOME": str(tmp_path), "PYTHONPATH": SOURCE_PATH})
     assert done.returncode == 2
     assert done.stderr.splitlines()[1:] == [
-        "error: --on-hang: the working directory is gone; fix: change to one "
-        "that exists"]
+        "error: --on-hang: the working directory was removed; fix: change to "
+        "one that exists"]
 
 
 def test_on_hang_without_a_start(tmp_path):

@@ -318,7 +318,7 @@ def test_what_was_started_last_in_a_folder_of_ones_own(tmp_path):
     log.write_text("of another one\n")
     said = run(tmp_path, first)
     assert "of another one" not in said.stdout
-    assert "log, is not there any more: " in said.stdout
+    assert "log, no longer exists " in said.stdout
 
 
 def test_an_output_that_another_start_has_replaced(tmp_path):
@@ -333,7 +333,7 @@ def test_an_output_that_another_start_has_replaced(tmp_path):
                      "PYTHONPATH": SOURCE_PATH})
             time.sleep(1.1)  # the folder's name has the second
     first, last = sorted((tmp_path / ".cache/rankcheck").glob("2*"))
-    assert "is not there any more" in run(tmp_path, first).stdout
+    assert "no longer exists" in run(tmp_path, first).stdout
     assert run(tmp_path, last).stdout.endswith("ends:\n  other\n")
 
 
@@ -342,7 +342,7 @@ def test_a_list_that_cannot_be_written_to_is_said(tmp_path):
     (tmp_path / ".cache").write_text("")
     done = run(tmp_path, "run", "--", "echo", "fine", RANKCHECK_WHY="why")
     assert (done.returncode, done.stdout) == (0, "fine\n")
-    assert "so `rankcheck why` needs the folder's name" in done.stderr
+    assert "fix: give `rankcheck why` the folder's name" in done.stderr
 
 
 def test_the_list_stays_short(home, monkeypatch):
@@ -395,9 +395,9 @@ def test_records_of_the_formats_before_can_be_read(version, tmp_path):
 
 
 @pytest.mark.parametrize(("line", "words"), [
-    ("env -i {python} -c '{code}'", "it does not have the variable "
-     "RANKCHECK_WHY: look for `env -i`"),
-    ("PYTHONPATH=src {python} -c '{code}'", "its PYTHONPATH does not name "),
+    ("env -i {python} -c '{code}'", "the variable RANKCHECK_WHY is not set; "
+     "fix: look for `env -i`"),
+    ("PYTHONPATH=src {python} -c '{code}'", "its PYTHONPATH lacks "),
     ("{python} -I -c '{code}'", "Python's option -I ignores PYTHONPATH"),
     ("{python} -sE -c '{code}'", "Python's option -sE ignores PYTHONPATH"),
     ("sleep 60", "`py-spy dump --subprocesses --pid ")])
@@ -425,7 +425,7 @@ def test_ranks_that_run_without_the_hook(line, words, tmp_path):
         job.wait()
     assert said.returncode == 2 and words in said.stderr, said.stderr
     assert f"process {job.pid} is running" in said.stderr
-    assert "no rank has been seen" in said.stderr
+    assert "no rank left a record" in said.stderr
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, capsys):

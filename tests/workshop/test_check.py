@@ -99,7 +99,7 @@ def test_a_change_that_is_made_or_not_there(tmp_path, capsys):
     made, last = number_of("ddp", "Wrap"), len(documents.load("ddp"))
     assert check("ddp", script, change=made).ok
     assert f"Change {made} is made as in the" in capsys.readouterr().out
-    with pytest.raises(ours.UserError, match=f"there is no change {last + 1}"):
+    with pytest.raises(ours.UserError, match=f"no such change: {last + 1}"):
         check("ddp", script, change=last + 1)
 
 
@@ -313,8 +313,8 @@ def test_killed_as_where_the_memory_is_full(tmp_path, temporary, killed):
     script = edited(tmp_path, "ddp", (
         "import math\n", "import math\nimport os\n"
         f"os.kill({killed}, 9)\nos._exit(1)\n"))
-    with pytest.raises(UserError, match="the system ended a process, most "
-                       "likely because the memory"):
+    with pytest.raises(UserError, match="the system killed a process, most "
+                       "likely because memory"):
         check("ddp", script)
     assert not left_in(temporary)
     assert (fork_server.get_servers() == first) == (killed == "os.getpid()")

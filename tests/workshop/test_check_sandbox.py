@@ -31,4 +31,4 @@ def test_check_runs_in_it(tmp_path, monkeypatch, capsys):
     after = look(tmp_path)
     assert [path for path in before if after[path] != before[path]] == [large]
     assert ("warning: out/large3 changed meanwhile, by another program, or by "
-            "what the script") in " ".join(capsys.readouterr().out.split())
+            "one that the script") in " ".join(capsys.readouterr().out.split())

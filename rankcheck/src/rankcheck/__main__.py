@@ -10,8 +10,9 @@ from rankcheck.system.version import __version__
 
 COMMANDS = {
     "verify": Command(
-        "rankcheck.verification.command", "Run any training script as one "
-        "process and as several for a few steps: does it train alike?"),
+        "rankcheck.verification.command", "Run any training script with one "
+        "process and with several for a few optimizer steps, and compare "
+        "them."),
     "why": Command(
         "rankcheck.why.command", "Say why a job of several processes hangs, "
         "has ended or is slow: which rank, and which line.")}
@@ -21,15 +22,15 @@ def main() -> None:
     """Exit with 0 if nothing is wrong, 1 if something is, else with 2."""
     if sys.version_info < (3, 10):
         print(f"error: {sys.executable} is Python {sys.version.split()[0]}, "
-              "and rankcheck needs 3.10 or later: start it by a newer one; "
-              "the job that `why` watches may have 3.9", file=sys.stderr)
+              "and rankcheck needs 3.10 or later; fix: start it with a newer "
+              "one; the job that `why` watches may have 3.9", file=sys.stderr)
         sys.exit(2)
     try:
         if sys.argv[1:] == ["--version"]:
             print(f"rankcheck {__version__}")
             return
         args = parse("rankcheck", "For any training script. COMMAND --help "
-                     "says more of each.", COMMANDS)
+                     "describes each.", COMMANDS)
         sys.exit(args.function(args))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -42,8 +43,8 @@ def main() -> None:
         sys.exit(130)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            print(f"error: {sys.executable} has no torch: start rankcheck by "
-                  "the Python that trains", file=sys.stderr)
+            print(f"error: {sys.executable} has no torch; fix: start "
+                  "rankcheck with the Python that trains", file=sys.stderr)
         else:
             traceback.print_exc()
         sys.exit(2)  # also for a bug of ours: Python's own status would be 1

@@ -79,7 +79,7 @@ class RunRecord:
         """
         record = self.records[rank]
         if record is None:
-            raise InternalError(f"rank {rank} has left no record to look at")
+            raise InternalError(f"rank {rank} left no record")
         return record
 
     def asked(self, what: str, rank: int = 0) -> list[Any]:

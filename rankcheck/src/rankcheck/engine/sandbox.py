@@ -44,7 +44,7 @@ NOTES = "guard"  # the folder of what the guards tell one another
 MOST_FILES = 20_000  # that `Kept` compares
 STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system")
 GUARDED = "RANKCHECK_GUARD"  # the variable by which what is started knows it
-BY_WHOM = ("by another program, or by what the script has started or compiled;"
+BY_WHOM = ("by another program, or by one that the script started or compiled;"
            " in that case, run this in a copy of the folder")
 
 # What a change does to a path: it makes something where nothing is; it takes
@@ -227,8 +227,8 @@ class Sandbox:
         """Raise `UserError` if a rank was ended, as it would change a file."""
         for place in self.noted("refused")[:1]:
             raise UserError(
-                f"the script was stopped before it changed {place}, an "
-                f"existing file, which is unchanged; {fix}")
+                f"the script tried to change the existing file {place} and "
+                f"was stopped; the file is unchanged; {fix}")
 
     def name(self, path: str | Path) -> Path:
         """Return where the copy of a file is."""

@@ -36,13 +36,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong with the command line."""
-        raise UserError(f"{message}: see {self.prog} --help")
+        raise UserError(f"{message}; fix: see {self.prog} --help")
 
     def refuse(self, unknown: Sequence[str]) -> None:
         """Raise a `UserError` for words that are no arguments."""
         message = f"unrecognized arguments: {' '.join(unknown)}"
         if self.after:
-            message += f": {self.after} come after --"
+            message += f" ({self.after} come after --)"
         self.error(message)
 
     def parse(self, words: list[str]) -> argparse.Namespace:
@@ -92,7 +92,7 @@ def parse(program: str, about: str,
 
 def unknown_command(program: str, name: str) -> UserError:
     """Return the error that the program has no command of this name."""
-    return UserError(f"there is no command {name}: see {program} --help")
+    return UserError(f"no such command: {name}; fix: see {program} --help")
 
 
 def show_help(program: str, about: str,

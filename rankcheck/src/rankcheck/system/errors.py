@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-KILLED = ("the system ended a process, most likely because the memory is "
-          "full: end other programs, or ask for more")
+KILLED = ("the system killed a process, most likely because memory is full; "
+          "fix: end other programs, or request more memory")
 
 
 class UserError(Exception):

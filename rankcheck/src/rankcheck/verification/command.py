@@ -197,7 +197,7 @@ def examine(words: list[str], size: int, steps: int,
         UserError: the script could not be run.
     """
     require(1 < size <= MOST and steps > 0,
-            f"-n is 2 to {MOST}, --steps 1 or more")
+            f"-n must be 2 to {MOST}, and --steps 1 or more")
     require_torch()
     program = read(words)
     if device == "gpu":
@@ -205,7 +205,7 @@ def examine(words: list[str], size: int, steps: int,
 
         count = torch.accelerator.device_count()
         require(count >= size, f"--device gpu needs a GPU for each of the "
-                f"{size} processes, and this machine has {count}")
+                f"{size} processes, but this machine has {count}")
     data = scratch.read_script(program.script)
     preload = [*run.PRELOAD, *WATCHES, *(
         name for name in PRELOAD if name.split(".")[0].encode() in data)]

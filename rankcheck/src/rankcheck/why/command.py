@@ -247,7 +247,7 @@ def say_refused(folder: Path, found: evidence.Evidence) -> str:
     """
     lines = [f"{folder} cannot be written to ({found.refused}), so the ranks "
              "could not be asked where they are",
-             "fix: ask as the user who started the job, or make room on that "
+             "fix: ask as the user who started the job, or free space on that "
              "disk", "what they wrote before:"]
     for rank in found.ranks:
         lines.append(f"  rank {rank.rank} on {rank.host}, process {rank.pid}: "

@@ -116,8 +116,8 @@ def find_files(target: str) -> dict[int, Path]:
                 sets[match[1]][int(match[2])] = file
     if len(sets) > 1:
         names = ", ".join(str(folder / prefix) for prefix in sorted(sets))
-        raise UserError(f"{target} holds several sets of dumps: name one of "
-                        f"{names}")
+        raise UserError(f"{target} holds several sets of dumps; fix: name one "
+                        f"of {names}")
     return next(iter(sets.values()), {})
 
 
@@ -142,7 +142,7 @@ def read_dump(rank: int, file: Path) -> Dump:
             if name}  # gloo's groups have none, and overwrite each other
         calls = [_read_call(entry, members) for entry in value["entries"]]
     except Exception as error:  # whatever another file's content leads to
-        raise UserError(f"{file} is no flight-recorder dump, or damaged "
+        raise UserError(f"{file} is not a flight-recorder dump, or corrupt "
                         f"({type(error).__name__}: {error})") from error
     return Dump(rank, file, calls)
 

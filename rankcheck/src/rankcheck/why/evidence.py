@@ -29,7 +29,7 @@ FORMATS = (watcher.FORMAT, "rankcheck 4", "rankcheck 3")
 # Keys of the formats before today's -> today's
 RENAMED = {"looks": "stack_samples", "still": "idle_seconds",
            "stays": "line_seconds", "over": "script_ended"}
-HOW = "start it by `rankcheck why run -- COMMAND`"
+HOW = "start it with `rankcheck why run -- COMMAND`"
 PY_SPY = ("while it runs, `py-spy dump --subprocesses --pid PID` shows the "
           "lines of its processes")
 JOB = re.compile(r"\d+(_\d+)?")  # 12_3 is an element of SLURM's array 12
@@ -37,9 +37,9 @@ JOB = re.compile(r"\d+(_\d+)?")  # 12_3 is an element of SLURM's array 12
 PYTHON = re.compile(r"python[0-9.]*")
 IGNORES = re.compile("-[a-zA-Z]*[IES][a-zA-Z]*")
 UNWATCHED = ("look for ranks that run without the hook: a job script that "
-             "sets PYTHONPATH anew, `env -i`, sudo, ssh, a container, "
+             "resets PYTHONPATH, `env -i`, sudo, ssh, a container, "
              "--export=NONE, Python's options -I, -E and -S; or an import "
-             "that fails, or a launcher that has not begun them")
+             "that fails, or a launcher that has not started them")
 OWN = re.compile("^frame #|/distributed/elastic/|<omitting python frames>")
 
 
@@ -68,7 +68,7 @@ class Ambiguous(UserError):
 def describe_candidate(candidate: Start | Path) -> Candidate:
     if isinstance(candidate, Path):
         return Candidate(str(candidate), "",
-                         f"{candidate}  which RANKCHECK_WHY names here")
+                         f"{candidate}  (named by RANKCHECK_WHY here)")
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(candidate.time))
     state = "has ended"
     if candidate.runs:
@@ -96,15 +96,15 @@ def find_last(env: Mapping[str, str]) -> Path:
             [*Path(named).glob("*-[0-9]*.json")]):
         # started without `why run`, with the hook alone
         found.append(Path(named))
-    require(found, f"no job has been recorded yet: {HOW}; {PY_SPY}")
+    require(found, f"no job has been recorded yet; fix: {HOW}; {PY_SPY}")
     if len(found) > 1:
         raise Ambiguous(found)
     last = found[0]
     if isinstance(last, Path):
         return last
     folder = Path(last.folder)
-    require(folder.is_dir(), f"the folder of the last start is gone: "
-            f"{folder}, {shlex.join(last.command)}")
+    require(folder.is_dir(), f"the folder of the last start was removed: "
+            f"{folder}, of {shlex.join(last.command)}")
     return folder
 
 
@@ -122,19 +122,19 @@ def find(target: str | None, runs: Path) -> Path:
         return find_last(os.environ)
     number = target.partition(".")[0]  # PBS's jobs are 123.server
     is_job = JOB.fullmatch(number)
-    require(is_job or Path(target).is_dir(), f"{target}: no such folder: name "
-            "a run's folder, or a job's id")
+    require(is_job or Path(target).is_dir(), f"{target}: no such folder; fix: "
+            "name a run's folder, or a job's id")
     places = sorted(runs.glob(f"*-{number}")) if is_job else [Path(target)]
     require(places or find_starts_of(number), f"{target}: no run in {runs} "
-            "has this number, nor a start in the cache: name the folder that "
-            "the job's output names")
+            "has this number, nor a start in the cache; fix: name the folder "
+            "that the job's output names")
     places = places or find_starts_of(number)
     files: list[Path] = []
     for place in places:
         for inside in ("", "why/", "why/*/"):
             files += place.glob(f"{inside}*-[0-9]*.json")
             files += place.glob(f"{inside}*{watcher.BEGIN}")
-    require(files, f"{target}: no rank has left a record there: name the "
+    require(files, f"{target}: no rank left a record there; fix: name the "
             "folder that the job's output names, or none for the last start; "
             f"if nothing was recorded, {HOW}; {PY_SPY}")
     return max(files, key=lambda file: file.stat().st_mtime).parent
@@ -209,8 +209,8 @@ def say_output(begun: Start) -> str:
         return ""
     text = read_output(begun)
     if text is None:
-        return (f"its output, {begun.output}, is not there any more: the file "
-                "is gone, or something else was written to it")
+        return (f"its output, {begun.output}, no longer exists, or was "
+                "overwritten")
     return f"its output, {begun.output}, ends:\n{cut_output(text)}"
 
 
@@ -254,7 +254,7 @@ def say_begin(folder: Path) -> str:
     output = say_output(begun) if begun is not None else ""
     if output:
         texts.append(output)
-    return "; ".join(["no rank has been seen", *texts])
+    return "; ".join(["no rank left a record", *texts])
 
 
 def say_unwatched(pid: int) -> str:
@@ -273,11 +273,11 @@ def say_unwatched(pid: int) -> str:
     ignores = [word for word in command[1:2] if IGNORES.fullmatch(word)]
     name = f"process {pid} ({shlex.join(command)[:100]}) is not watched: "
     if not variables.get(watcher.FOLDER):
-        return name + ("it does not have the variable RANKCHECK_WHY: look for "
+        return name + ("the variable RANKCHECK_WHY is not set; fix: look for "
                        "`env -i`, sudo, ssh, a container, --export=NONE")
     if not hooks:
-        return name + (f"its PYTHONPATH does not name {HOOK}: look for "
-                       "a line that sets it anew, and append to it")
+        return name + (f"its PYTHONPATH lacks {HOOK}; fix: look for "
+                       "a line that resets it, and append to it instead")
     if ignores:
         return name + (f"Python's option {ignores[0]} ignores PYTHONPATH")
     return ""

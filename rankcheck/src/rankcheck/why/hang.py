@@ -66,7 +66,7 @@ def start_monitor(folder: Path, env: Mapping[str, str], command: str,
     try:
         cwd = os.getcwd()
     except OSError as error:
-        raise UserError("--on-hang: the working directory is gone; fix: "
+        raise UserError("--on-hang: the working directory was removed; fix: "
                         "change to one that exists") from error
     task = Task(folder, command, seconds, dict(env), cwd)
     reader, writer = os.pipe()
@@ -84,9 +84,9 @@ def start_monitor(folder: Path, env: Mapping[str, str], command: str,
     with open(reader, "rb") as pipe:
         answer = pipe.read()
     os.close(job)
-    require(answer == b"ready", "--on-hang: this process is PID 1, or takes "
-            "in the orphans of others, so that the job would wait for the "
-            "monitor. fix: start it in a shell, or with `docker run --init`")
+    require(answer == b"ready", "--on-hang: this process is PID 1, or a "
+            "subreaper, so the job would wait for the monitor; fix: start it "
+            "in a shell, or with `docker run --init`")
 
 
 def become_monitor(job: int, owner: int, middle: int, writer: int,

@@ -197,8 +197,8 @@ def remember(start: Start) -> None:
         part.write_text(text)
         part.replace(listed / f"{start.token}.json")
     except OSError as error:
-        print(f"warning: {listed} cannot be written to ({error.strerror}), so "
-              "`rankcheck why` needs the folder's name", file=sys.stderr)
+        print(f"warning: {listed} cannot be written to ({error.strerror}); "
+              "fix: give `rankcheck why` the folder's name", file=sys.stderr)
     for old in list_starts()[:-LISTED]:
         if old.token in start.before and not old.runs:
             with contextlib.suppress(OSError):

@@ -209,7 +209,7 @@ class Imports:
 
 
 def warn(error: Exception) -> None:
-    print(f"warning: no evidence for `why`: {error}", file=sys.stderr)
+    print(f"warning: no record for `why`: {error}", file=sys.stderr)
 
 
 class Watcher:

@@ -30,7 +30,7 @@ elif os.environ.get("RANKCHECK_WHY") and sys.version_info >= (3, 9):
         watcher.start(os.environ["RANKCHECK_WHY"])
     except Exception as error:  # never the script's problem
         sys.modules.pop(package.__name__, None)
-        sys.stderr.write("no evidence for `why`: " + str(error) + "\n")
+        sys.stderr.write("warning: no record for `why`: " + str(error) + "\n")
 
 # One of the site's own, which this one hides, takes its place; if there is
 # none, Python passes over this ImportError. Another clone's is not the site's.
