@@ -5,7 +5,7 @@ from pathlib import Path
 
 if sys.version_info < (3, 10):
     sys.exit(f"error: {sys.executable} is Python {sys.version.split()[0]}, and"
-             " the course needs 3.10 or later: run `source activate.sh` first")
+             " the course needs 3.10 or later; fix: run `source activate.sh`")
 
 ROOT = Path(__file__).resolve().parent.parent  # the repository
 

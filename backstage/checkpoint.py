@@ -149,11 +149,11 @@ def write_checkpoint(folder: Path, state: State) -> None:
     """
     file = folder / f"step_{state['step']:08d}.pt"
     earlier = [one for one in list_checkpoints(folder) if one < file]
-    advice = ": fix this, and start again with --resume, at step 0: there is "
-    advice += "no earlier checkpoint"
+    advice = "; fix: solve this, then start again at step 0 with --resume: "
+    advice += "there is no earlier checkpoint"
     if earlier:
-        advice = ": fix this, and resume with --resume from an earlier "
-        advice += f"checkpoint, {earlier[0].name}"
+        advice = "; fix: solve this, then resume with --resume from the "
+        advice += f"checkpoint before it, {earlier[0].name}"
     write_atomically(
         file, lambda part: torch.save({"format": FORMAT, **state}, part),
         advice)
@@ -170,8 +170,9 @@ def remove_old(checkpoints: list[Path]) -> None:
             failures.append(f"{file} could not be removed ({reason(error)})")
     if failures:
         count = len(failures)
-        more = f", nor {count - 1} more" if count > 1 else ""
-        warn(f"{failures[0]}{more}: older checkpoints still use disk space")
+        more = f", nor could {count - 1} more" if count > 1 else ""
+        warn(f"{failures[0]}{more}; fix: remove these old checkpoints, which "
+             "still use disk space")
 
 
 def list_checkpoints(folder: StrPath) -> list[Path]:
@@ -210,15 +211,16 @@ def load_first(
                     other = [f"{name} {state['config'][name]}, not {value}"
                              for name, value in now.items()
                              if state["config"][name] != value]
-                require(not other, f"{file} holds another model "
-                        f"({'; '.join(other)}): check --preset, --data, and "
-                        "the flags of the model's shape")
+                require(not other, f"{file} is of a different model "
+                        f"({'; '.join(other)}); fix: check --preset, --data "
+                        "and the flags of the model's shape")
                 check_fit(file, state, wanted)
                 return file
             except (Damaged, FileNotFoundError) as error:  # of a link
                 problem = explain(error)
-                require(file != files[-1], f"{problem}: name another {flag}")
-                warn(f"{problem}: resuming from the previous checkpoint")
+                require(file != files[-1],
+                        f"{problem}; fix: choose another {flag}")
+                warn(f"{problem}; resuming from the previous checkpoint")
         raise AssertionError  # the last file is returned, or an error
 
     file = call_on_rank_0(find)
@@ -237,20 +239,21 @@ def load_checkpoint(file: StrPath, verify: bool = True) -> State:
         head, packed = opened.read(10), {zipfile.ZIP_STORED}
         state: State = {}
         kind = ("safetensors" if head[8:] == b'{"' else "a pickle" if
-                head[:1] == b"\x80" else "damaged, or of another program")
+                head[:1] == b"\x80" else
+                "corrupt, or written by another program")
         if head[:2] == b"PK":
             with zipfile.ZipFile(file) as archive:
                 names = " ".join(archive.namelist())
                 packed = {entry.compress_type for entry in archive.infolist()}
                 broken = archive.testzip() if verify else None
-            require(not broken, f"the checksum of {broken} is wrong")
+            require(not broken, f"checksum mismatch in {broken}")
             kind = ""
             if "constants.pkl" in names:
                 kind = "TorchScript"
             elif "data.pkl" not in names:
                 kind = "a zip archive"
             if not packed <= {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
-                kind = "packed again, as torch cannot read it"
+                kind = "compressed in a way that torch cannot read"
         try:
             if not kind:
                 state = {**load_tensors(
@@ -259,12 +262,12 @@ def load_checkpoint(file: StrPath, verify: bool = True) -> State:
         except (pickle.UnpicklingError, TypeError) as error:
             kind = reason(error)  # classes, or no dictionary
         if kind:
-            raise Damaged(f"{file} is no checkpoint of the course ({kind}): a "
-                          "run writes checkpoints/step_*.pt")
+            raise Damaged(f"{file} is not a checkpoint of the course ({kind})"
+                          ", which a run names checkpoints/step_*.pt")
         found = int(state["format"])
-    require(found == FORMAT, f"{file}: a checkpoint of format {found}, but "
-            f"this version of the course reads only format {FORMAT}: train "
-            "again, or go back to the version that wrote it")
+    require(found == FORMAT, f"{file} has checkpoint format {found}, but "
+            f"this version of the course reads only format {FORMAT}; fix: "
+            "train again, or use the version that wrote it")
     with reading(file):
         return plain_names(state)
 
@@ -362,7 +365,7 @@ def check_fit(file: StrPath, state: State, wanted: Outline) -> None:
             name = " of ".join(reversed(key))
             require(isinstance(tensor, torch.Tensor) and not tensor.is_meta
                     and tensor.layout == torch.strided,
-                    f"the {name} is not a whole tensor")
+                    f"the {name} is not a dense tensor")
             require(not tensor.isnan().any(), f"the {name} contains NaN")
         for key in [*wanted, *found]:
             here = wanted.get(key, "missing")

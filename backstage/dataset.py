@@ -32,7 +32,7 @@ GPT2_SIZE = 50257
 END_OF_TEXT = "<|endoftext|>"
 TOKENS, SETTINGS = "vocabulary.tiktoken", "vocabulary.json"
 MANIFEST = "manifest.json"
-AGAIN = "make the dataset again"
+AGAIN = "rebuild the dataset"
 SAMPLE = f"a {string.printable} naïve 世界"  # of what is in a text
 SHARDS = "*_{}_*.npy"  # the files of a split, "train" or "val"
 
@@ -45,8 +45,8 @@ def load_vocabulary(folder: StrPath) -> tiktoken.Encoding:
     """
     file, tokens = Path(folder, SETTINGS), Path(folder, TOKENS)
     if not file.exists():
-        require(gpt2_is_cached(), "GPT-2's vocabulary is not on this machine: "
-                "run `source activate.sh` where there is a network")
+        require(gpt2_is_cached(), "GPT-2's vocabulary is not on this machine; "
+                "fix: run `source activate.sh` with a network connection")
         return tiktoken.get_encoding("gpt2")
     settings = read_json(file, {
         "name": str, "pat_str": str, "special_tokens": {END_OF_TEXT: int}},
@@ -76,8 +76,8 @@ def require_pieces(pattern: str) -> None:
     """
     with suppress(regex.error):
         empty = any(not found[0] for found in regex.finditer(pattern, SAMPLE))
-        require(not empty, f"its pat_str, {pattern[:20]!r}, matches an empty "
-                "text")
+        require(not empty, f"its pat_str, {pattern[:20]!r}, matches the empty "
+                "string")
 
 
 def vocabulary_size(folder: StrPath) -> int:
@@ -109,8 +109,8 @@ def list_shards(folder: StrPath, *patterns: str) -> dict[str, list[Path]]:
         for name in matching(names, pattern.format(split))]
         for split in ("train", "val")}
     both = {*found["train"]} & {*found["val"]}
-    require(not both, f"{min(both, default='')} would be in both splits: "
-            "rename it")
+    require(not both, f"{min(both, default='')} would be in both splits; "
+            "fix: rename it")
     return found
 
 
@@ -124,36 +124,38 @@ def check_shards(folder: StrPath, sequence_length: int,
     """
     import numpy as np  # the demo dataset's program begins without it
 
-    require(Path(folder).is_dir(), f"{folder}: there is no such folder: "
-            "check --data")
+    require(Path(folder).is_dir(), f"{folder}: no such folder; fix: check "
+            "--data")
     for split in "train", "val":  # which a stage would list as shards
         extra = min(Path(folder).glob(f"._{SHARDS.format(split)}"),
                     default=None)
-        require(not extra, f"{extra} is not a shard but macOS metadata: "
-                f"remove it: find {quote(str(folder))} -name '._*' -delete")
+        require(not extra, f"{extra} is macOS metadata, not a shard; fix: "
+                f"find {quote(str(folder))} -name '._*' -delete")
     vocab_size, counts = vocabulary_size(folder), {}
     for split, shards in list_shards(folder, SHARDS).items():
         count = 0
         for shard in shards:
-            with reading(shard, "make it again"):
+            with reading(shard, "rebuild it"):
                 map_file(shard)
                 tokens = np.lib.format.open_memmap(shard, mode="r")
                 require(tokens.dtype == np.uint16 and tokens.ndim == 1,
-                        f"{tokens.dtype} {tokens.shape}, not a list of uint16")
+                        f"{tokens.dtype} {tokens.shape}, not 1-D uint16")
                 require(shard.stat().st_size == tokens.offset + tokens.nbytes,
                         "longer than its header says")  # NumPy sees shorter
                 highest = tokens[:look].max(initial=0)
                 require(highest < vocab_size, f"token {highest} is not in the "
-                        f"vocabulary of {vocab_size}")
+                        f"vocabulary of {vocab_size} tokens")
             count += len(tokens)
         other = next(Path(folder).glob("*.bin"), None)
         require(count, f"{folder} has no shard {SHARDS.format(split)}" + (
-            f", but {other.name}: if nanoGPT, llm.c or modded-nanogpt made it"
-            f", `python fineweb/splitfineweb.py {folder} --parts 1 --out NEW` "
-            "converts the folder" if other else ": see --data"))
+            f", but has {other.name}; fix: if nanoGPT, llm.c or "
+            "modded-nanogpt wrote it, convert the folder: python "
+            f"fineweb/splitfineweb.py {folder} --parts 1 --out NEW"
+            if other else "; fix: check --data"))
         require(count > sequence_length, f"{folder}: {count} tokens of "
-                f"{split} are too few for one sample of {sequence_length} and "
-                "its targets")
+                f"{split} are too few for one sample of {sequence_length} "
+                "tokens and its targets; fix: use a smaller --sequence-length "
+                "or another --data")
         counts[split] = count
     return counts
 
@@ -163,7 +165,7 @@ def check_batch(folder: StrPath, vocab_size: int,
     """Raise a `UserError` for ids that an embedding in shards would take."""
     if tokens.__array__().max() >= vocab_size:  # no device has them yet
         check_shards(folder, 0, look=None)  # it names the shard
-        raise UserError(f"{folder} has changed: {AGAIN}")
+        raise UserError(f"{folder} has changed; fix: {AGAIN}")
 
 
 def read_manifest(folder: StrPath, like: Any = dict) -> dict[str, Any]:

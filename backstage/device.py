@@ -29,12 +29,12 @@ def find_device(name: str = "auto") -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name == "auto" and accelerator is None:
         name, gpu = "cpu", find_gpu()
-        require(not gpu, f"{gpu}, but PyTorch {torch.__version__} finds none "
-                "that it can use: install a build of it that fits the driver, "
-                "or train on the CPU with --device cpu")
+        require(not gpu, f"{gpu}, but PyTorch {torch.__version__} finds no "
+                "usable GPU; fix: install a build of PyTorch that fits the "
+                "driver, or train on the CPU with --device cpu")
     here = ["cpu", *([accelerator.type] if accelerator else [])]
-    require(name in ("auto", *here), f"--device {name} is not on this "
-            f"machine: choose from {', '.join(here)}")
+    require(name in ("auto", *here), f"--device {name} is not available on "
+            f"this machine; fix: choose from {', '.join(here)}")
     if name == "cpu" or accelerator is None:
         return torch.device("cpu")
     return accelerator
@@ -73,10 +73,10 @@ def use_device(name: str = "auto", local_rank: int = 0) -> torch.device:
         return device
     if device.type == "cuda" and "MIG" in device_name(device):  # a slice
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        require(alone or world.THE_GROUP, "NCCL does not connect the slices "
-                "of GPUs (MIG), and this process has one, "
-                f"{device_name(device)}: start one process, ask for whole "
-                "GPUs, or train with MPI")
+        require(alone or world.THE_GROUP, "NCCL does not connect slices of "
+                "GPUs (MIG), and this process has one, "
+                f"{device_name(device)}; fix: start a single process, request "
+                "whole GPUs, or train with MPI")
         local_rank = 0  # no process sees more than one slice
     check_local_rank(device, local_rank)
     torch.accelerator.set_device_index(local_rank)
@@ -86,12 +86,12 @@ def use_device(name: str = "auto", local_rank: int = 0) -> torch.device:
 def check_local_rank(device: torch.device, local_rank: int) -> None:
     """Raise a `UserError` if no device is left for this local rank."""
     count = torch.accelerator.device_count()
-    message = (f"process {local_rank} of this node has no {device.type} "
-               f"device: start no more than {count} per node")
+    message = (f"local rank {local_rank} has no {device.type} device; fix: "
+               f"start at most {count} per node")
     if count == 1:
         message += (
-            ". Each process has to see all devices of its node: if SLURM's "
-            "--gpus-per-task or --gpu-bind gave each process one, ask for "
+            ", or let each process see all devices of its node: if SLURM's "
+            "--gpus-per-task or --gpu-bind gave each process one, request "
             "--gpus-per-node instead; if you set CUDA_VISIBLE_DEVICES, unset "
             "it")
     require(local_rank < count, message)
@@ -191,7 +191,7 @@ def can_compile(device: torch.device) -> bool:
         x = torch.ones(64, device=device, requires_grad=True)
         torch.compile(lambda x: (x.sin() * x).sum())(x).backward()
     except Exception as error:  # a compiler can fail in many ways
-        warn("torch.compile does not work here, continuing without it: "
+        warn("torch.compile fails here, continuing without it: "
              + str(error).strip().splitlines()[0])
         return False
     return True

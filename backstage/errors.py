@@ -92,7 +92,8 @@ def parse_flags(cls: type[Flags], default: Flags | None = None,
              if re.match("[╭╰]|[─-]+$", row)]  # hyphens: no UTF-8 here
     first, end, *_ = *edges, 0, 0
     reason = " ".join(rows[first + 1:end]) or "invalid arguments"
-    raise UserError(f"{reason[0].lower()}{reason[1:].rstrip('.')}: see --help")
+    raise UserError(f"{reason[0].lower()}{reason[1:].rstrip('.')}; fix: see "
+                    "--help")
 
 
 def check_numbers(flags: object, least: Mapping[str, float]) -> None:
@@ -307,35 +308,37 @@ def explain(error: BaseException) -> str | None:
     first = (str(error).strip().splitlines() or [""])[0]
     if (kind == "OutOfMemoryError" or first == "CUDA error: out of memory"
             or "STATUS_ALLOC_FAILED" in first):  # cuBLAS's, cuDNN's
-        return ("the device's memory is full: "
-                "try a smaller --microbatch-size or --sequence-length")
+        return ("out of memory on the device; "
+                "fix: use a smaller --microbatch-size or --sequence-length")
     if "probability tensor contains either" in first:  # of the next token
-        return "the loss became NaN: try a lower --learning-rate"
+        return "the loss became NaN; fix: use a lower --learning-rate"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in first:
-        return "the memory is full: try a smaller --microbatch-size, or model"
+        return ("out of memory; fix: use a smaller --microbatch-size, or a "
+                "smaller model")
     if "can't start new thread" in first or is_refused_fork(error):
-        return ("no thread or process can be started: too many of yours run "
-                f"here (`ulimit -u`), or the memory is full ({first})")
+        return (f"no thread or process can be started ({first}); fix: end "
+                "some of yours (`ulimit -u` is the limit), or free memory")
     if "oo many open files" in str(error):
-        return f"too few files may be open: try `ulimit -n 4096` ({error})"
+        return (f"the limit of open files is reached ({error}); fix: raise "
+                "it: ulimit -n 4096")
     if kind.startswith("Dist") or "gloo" in str(error):
         return explain_distributed(str(error).strip().splitlines() or [kind])
     # Errors of a device are asynchronous: the traceback may name another line.
     if (kind == "AcceleratorError"
             and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1"):
-        return (f"the device failed ({first}): set CUDA_LAUNCH_BLOCKING=1 to "
-                "see in which line; if that line is not yours, try another "
-                "device; --resume continues from the last checkpoint")
+        return (f"the device failed ({first}); fix: set CUDA_LAUNCH_BLOCKING="
+                "1 to see in which line; if that line is not yours, try "
+                "another device; --resume continues from the last checkpoint")
     if isinstance(error, OSError) and error.filename:
         line = f"{error.filename}: {error.strerror}"
         refused = error.errno in (errno.EACCES, errno.EROFS)
         inside = f"{ROOT}/" in str(error.filename)
         if refused and inside and not os.access(ROOT, os.W_OK):
-            line += ": work in a clone of your own"
+            line += "; fix: work in a clone of your own"
         return line
     if isinstance(error, OSError) and error.errno in FULL:
-        return (f"no space left to write: {error.strerror}: free some; a run "
-                "resumes with --resume")
+        return (f"cannot write: {error.strerror}; fix: free some space; a "
+                "run resumes with --resume")
     if kind == "RuntimeError" and error.__cause__:  # a pipeline stage failed
         return explain(error.__cause__)
     return None
@@ -353,12 +356,14 @@ def explain_distributed(lines: list[str]) -> str:
     text = " ... ".join(dict.fromkeys((lines[0], lines[-1])))
     missing = re.search(r"Unable to find address for: (\S+)", text)
     if missing:
-        return (f"GLOO_SOCKET_IFNAME names {missing[1]}, which is no network "
-                "interface of this machine: unset it here, or name one of "
+        return (f"GLOO_SOCKET_IFNAME names {missing[1]}, which is not a "
+                "network interface of this machine; fix: unset it, or name "
+                "one of "
                 + ", ".join(name for _, name in socket.if_nameindex()))
     if LOST.search(text):
-        return ("lost the other processes: look for the first error above; "
-                f"--resume continues from the last checkpoint ({lines[0]})")
+        return (f"lost the other processes ({lines[0]}); fix: look for the "
+                "first error above; --resume continues from the last "
+                "checkpoint")
     return f"torch.distributed failed: {text}"
 
 

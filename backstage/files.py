@@ -52,8 +52,8 @@ def reading(file: StrPath, fix: str = "") -> Iterator[None]:
     except Exception as error:
         is_system = getattr(error, "errno", None) or isinstance(
             error, UnicodeEncodeError)  # of its name
-        advice = f": {fix}" if fix and not is_system else ""
-        what = "cannot be read" if is_system else "is damaged"
+        advice = f"; fix: {fix}" if fix and not is_system else ""
+        what = "cannot be read" if is_system else "is corrupt"
         raise Damaged(
             f"{file} {what} ({reason(error)}){advice}") from error
 
@@ -69,7 +69,7 @@ def map_file(file: StrPath) -> None:
 def say_cut(number: int) -> None:
     for path, size in MAPPED.items():
         if os.path.exists(path) and os.stat(path).st_size < size:
-            report(UserError(f"{path} was truncated while being read: "
+            report(UserError(f"{path} was truncated while being read; fix: "
                              "rebuild it; a run resumes with --resume"))
             leave_mpi(1)
             os._exit(1)
@@ -94,7 +94,7 @@ def require_like(value: Any, like: Any, name: str = "it") -> None:
     right = value in get_args(like) if get_origin(like) is Literal else (
         type(value) is kind or (kind is float and type(value) is int))
     require(right and (kind is not str or "\0" not in value),  # as in no path
-            f"{name} is {str(value)[:20]!r}, of another type")
+            f"{name} is {str(value)[:20]!r}, which has the wrong type")
     for key, inside in like.items() if type(like) is dict else ():
         require(key in value, f"{name} has no {key}")
         require_like(value[key], inside, key)
@@ -107,7 +107,7 @@ def reason(error: BaseException) -> str:
     text = getattr(error, "strerror", None) or str(error)
     if "eights_only" in text or "eights only" in text:  # PyTorch: trust it
         found = re.search(r"GLOBAL ([\w.]+)", text)
-        text = "it holds objects of Python, not only tensors" + (
+        text = "it holds Python objects, not only tensors" + (
             f": {found[1]}" if found else "")
     first = (text.strip().splitlines() or [type(error).__name__])[0]
     missing = " is missing" if isinstance(error, KeyError) else ""
@@ -169,7 +169,7 @@ def write_atomically(
         if was_replaced(path, part, stamp):
             raise WriteFailed(
                 f"{show_path(path)} was written, but the disk did not confirm "
-                f"it ({why}): check the disk, and then the file", why
+                f"it ({why}); fix: check the disk, then the file", why
             ) from error
         line = f"{show_path(path)} could not be written ({why})"
         if existed and (part is None or os.path.lexists(part)):

@@ -103,9 +103,9 @@ def choose(
         why += ["the demo dataset suits the preset" if has_data else
                 "no FineWeb folder"]
     data = Path(data).resolve()
-    require(data.is_dir() or data != DEMO, f"{show_path(DEMO)} is not there: "
-            "name a dataset with --data; the course's `source activate.sh` "
-            "makes this one")
+    require(data.is_dir() or data != DEMO, f"{show_path(DEMO)} does not exist"
+            "; fix: name a dataset with --data, or build this one with the "
+            "course's `source activate.sh`")
     values = vars(presets[preset]) | {
         "compile": preset.startswith("gpt2") and device.type == "cuda"}
     if not has_bf16(device):
@@ -120,15 +120,16 @@ def choose(
         name: getattr(hp, name) for name in SHAPE if getattr(hp, name)})
     require(hp.sequence_length <= config.block_size,
             f"--sequence-length {hp.sequence_length} is longer than the "
-            f"{config.block_size} positions of the model: see --block-size")
+            f"{config.block_size} positions of the model; fix: reduce it, or "
+            "raise --block-size")
     require(config.n_embd % config.n_head == 0, f"--n-embd {config.n_embd} is "
-            f"not divisible by --n-head {config.n_head}")
+            f"not divisible by --n-head {config.n_head}; fix: change one")
     # The position in the data follows from the step, S and T.
     for name in ("preset", "minibatch_size", "sequence_length"):
         flag, now = "--" + name.replace("_", "-"), getattr(hp, name)
         require(now == saved.get(name, now), f"{hp.run_dir}: this run was "
                 f"started with {flag} {saved.get(name)} and cannot continue "
-                f"with {now}")
+                f"with {now}; fix: leave {flag} out")
     return hp, config, why
 
 
@@ -136,15 +137,16 @@ def announce(hp: StageFlags, preset: StageFlags, device: torch.device,
              why: list[str]) -> None:
     """Print the log's first line, and before it what may be unwanted."""
     if hp.warmup_steps > hp.max_steps > 0:
-        warn(f"the learning rate is still low at the end: --warmup-steps is "
-             f"{hp.warmup_steps}, --max-steps {hp.max_steps}")
+        warn("the run ends before the learning rate's warm-up: "
+             f"--warmup-steps is {hp.warmup_steps}, --max-steps "
+             f"{hp.max_steps}; fix: use fewer --warmup-steps")
     with suppress(UserError):  # training needs no manifest
         if dataset.read_manifest(hp.data).get("complete") is False:
-            warn(f"{hp.data} is not complete: the program that builds it is "
-                 "still running, or was stopped")
+            warn(f"{hp.data} is incomplete: the program that builds it is "
+                 "still running or was stopped; fix: let it finish")
     if hp.precision == "bf16" and "no bf16 arithmetic" in why:
         warn(f"{device_name(device)} only emulates bf16, which is slower than "
-             "--precision fp32")
+             "fp32; fix: --precision fp32")
     other = [f"{name} {value}" for name, value in vars(hp).items()
              if name not in SAID and value != getattr(preset, name)]
     line = f"preset {hp.preset}, data {show_path(hp.data, Path.cwd())}"
@@ -159,7 +161,8 @@ def announce(hp: StageFlags, preset: StageFlags, device: torch.device,
 
 def read_hyperparameters(hp: StageFlags) -> dict[str, Any]:
     """What the run to resume was started with: the new one's defaults."""
-    require(hp.run_dir, "--resume needs the run's folder: --run-dir DIR")
+    require(hp.run_dir, "--resume needs the run's folder; fix: add --run-dir "
+            "DIR")
     if is_claimed(hp.run_dir):
         return {}
     record: dict[str, Any] = {"hyperparameters": {}}

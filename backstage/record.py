@@ -35,8 +35,7 @@ def read_record(folder: StrPath, types: Mapping[str, Any]) -> dict[str, Any]:
     Raises `FileNotFoundError`, or a `UserError` if it is damaged.
     """
     file = Path(folder) / RECORD
-    remedy = ("to continue the run, rename it, and give --resume and all "
-              "of its flags again")
+    remedy = "rename it, then resume with --resume and all of the run's flags"
     record = files.read_json(file, {"hyperparameters": dict}, remedy)
     values = record["hyperparameters"]
     with files.reading(file, remedy):
@@ -138,7 +137,7 @@ class Metrics:
             text = str(error)
             problems.append(text)
         if lost := [number for number in range(step) if number not in rows]:
-            problems.append(f"{file} has lost {len(lost)} of the steps "
+            problems.append(f"{file} lacks {len(lost)} of the steps "
                             f"{lost[0]} to {lost[-1]}")
         self.names = [*dict.fromkeys((*(fields or ()), *COLUMNS))]
         self.losses: list[float] = []
@@ -155,7 +154,7 @@ class Metrics:
                          for lines in (text, new))
         if before - after - {""}:
             kept = files.keep(file).name
-            self.kept = f"; what {file.name} was is kept as {kept}"
+            self.kept = f"; the previous {file.name} is kept as {kept}"
         if any(problems):
             warn("; ".join(filter(None, problems)) + self.kept)
         files.write_atomically(file, new.encode(errors="surrogateescape"))
@@ -185,7 +184,8 @@ class Metrics:
                 raise
             raise UserError(
                 f"{self.file.name} could not be written "
-                f"({files.reason(error)}): the run resumes with --resume"
+                f"({files.reason(error)}); fix: solve this, then resume with "
+                "--resume"
             ) from error
 
 

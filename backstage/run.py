@@ -42,7 +42,7 @@ from backstage.record import (
 )
 from backstage.signals import Signals
 
-ALONE = ": rank 0 alone logs and saves"
+ALONE = ", which only rank 0 calls; fix: put it under `if rank == 0:`"
 
 
 class Run:
@@ -79,12 +79,12 @@ class Run:
                 or process.find_launcher(os.environ)[1] > 1):
             process.stop_all(
                 f"{size} processes were started, but this script does not "
-                "join them, and each would train independently: start one, "
-                "or a script of another stage")
+                "connect them, and each would train independently; fix: "
+                "start a single process, or the script of another stage")
         sizes = sorted(set(world.on_every_rank(hp.microbatch_size)))
         require(len(sizes) == 1, "the ranks have microbatches of "
                 f"{sizes[0]} to {sizes[-1]} samples, because some devices "
-                f"have less memory: add --microbatch-size {sizes[0]}")
+                f"have less memory; fix: add --microbatch-size {sizes[0]}")
         self.record: dict[str, Any] = {
             "stage": self.stage, "started": now(),
             "hyperparameters": asdict(hp), "config": asdict(config),
@@ -119,18 +119,19 @@ class Run:
                       or files.new_folder(ROOT / "runs", self.stage))
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = files.lock_folder(
-            folder, f"{folder}: another process trains in this run: wait for "
-            "it, or name another --run-dir")
+            folder, f"{folder}: another process is training in this run; fix: "
+            "wait for it, or choose another --run-dir")
         found = [name for name in (RECORD, "metrics.csv", "checkpoints")
                  if os.path.lexists(folder / name)]
-        require(self.hp.resume or not found, f"{folder} holds a run already "
-                f"(its {''.join(found[:1])}): continue it with --resume, or "
-                "name another --run-dir")
+        require(self.hp.resume or not found, f"{folder} already holds a run "
+                f"({''.join(found[:1])}); fix: continue it with --resume, or "
+                "choose another --run-dir")
         place = folder / "checkpoints"
         saved = checkpoint.list_checkpoints(place)
         ours = RECORD in found or any(map(checkpoint.is_ours, saved))
         require(ours or not found, f"{folder} holds {''.join(found[:1])}, but "
-                "no run that --resume can continue: name another --run-dir")
+                "no run that --resume can continue; fix: choose another "
+                "--run-dir")
         if not self.hp.resume:
             self._write_record(folder, partial(  # of two, one wins
                 (folder / RECORD).touch, exist_ok=False))
@@ -139,8 +140,8 @@ class Run:
             self.record = files.read_json(folder / RECORD, {}) | self.record
         self.begun = bool(found)
         require(place.is_dir() or not os.path.lexists(place), f"{place} is "
-                "a file or a broken link: restore the checkpoints, or "
-                "remove it to begin at step 0")
+                "a file or a broken link; fix: restore the checkpoints, or "
+                "remove it to start at step 0")
         place.mkdir(exist_ok=True)
         for written in folder, place:
             files.remove_parts(written)  # of a save that was killed
@@ -159,9 +160,9 @@ class Run:
         problem: str | None = None
         try:
             # a pipeline only computes batches of one size
-            require(self.hp.pipeline_parallel <= 1, "a pipeline makes none: "
-                    f"python code/generate.py --run-dir {self.place} "
-                    "generates it from the checkpoint")
+            require(self.hp.pipeline_parallel <= 1, "a pipeline cannot "
+                    "generate; fix: generate from the checkpoint: python "
+                    f"code/generate.py --run-dir {self.place}")
             tokenizer = dataset.load_vocabulary(self.hp.data)
         except UserError as error:
             problem = str(error)
@@ -200,8 +201,8 @@ class Run:
                 self._write_record(self.folder)
             problem = ""
             if self.begun and not self.saved:
-                problem = ("no checkpoint step_*.pt is in "
-                           f"{self.folder}/checkpoints: beginning at step 0")
+                problem = ("no checkpoint step_*.pt in "
+                           f"{self.folder}/checkpoints, starting at step 0")
             self.metrics = Metrics(self.folder / "metrics.csv", step, problem)
             line = describe_parameters(optimizer)
             if hp.pipeline_parallel > 1:
@@ -228,9 +229,9 @@ class Run:
         if self.recorder:
             self.recorder.step_ended(step)
         require(math.isfinite(loss) and math.isfinite(norm), f"step {step}: "
-                f"the loss is {loss} and the gradient norm {norm}. The last "
-                "checkpoint is older: try a lower --learning-rate, or "
-                "--precision fp32")
+                f"the loss is {loss} and the gradient norm {norm}; fix: "
+                "resume from the last checkpoint, which is older, with a "
+                "lower --learning-rate or --precision fp32")
 
     def log(self, step: int, loss: float, val_loss: float | None, lr: float,
             norm: float, seconds: float) -> None:

@@ -28,7 +28,7 @@ from backstage.world import call_on_rank_0, get_rank_and_size
 def check(name: str) -> None:
     """Raise a `UserError` if the tool is not installed. All ranks."""
     require(name not in TOOLS or importlib.util.find_spec(name),
-            f"--track {name} needs a package that is not installed: "
+            f"--track {name} needs a package that is not installed; fix: "
             f"pip install {name}")
 
 
@@ -99,5 +99,5 @@ class Recorder(profiler.profile):
         """The run has ended, maybe before all steps were recorded."""
         self.stop()
         if self.step_num <= BEFORE and get_rank_and_size()[0] == 0:
-            warn("--profile has recorded nothing: the run ended in its "
-                 f"first {BEFORE} steps, which do not count")
+            warn("--profile has recorded nothing: the run ended within the "
+                 f"first {BEFORE} steps, which it skips; fix: train longer")

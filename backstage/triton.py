@@ -34,9 +34,9 @@ def load() -> Any:
         import triton.language
     except ImportError as error:
         raise UserError(
-            "Triton, which compiles the kernels of this script, is not "
-            "installed: pip install triton, on Linux (there is none for "
-            "macOS)") from error
+            "Triton, which compiles this script's kernels, is not installed; "
+            "fix: pip install triton on Linux; there is no Triton for macOS, "
+            "so run this stage on a Linux machine") from error
     if triton.knobs.runtime.interpret:
         fix_interpreter()
     return triton

@@ -38,10 +38,10 @@ class Zero(DeepSpeedStrategy):
     def check(device: torch.device) -> None:
         """Raise a `UserError` where it cannot run."""
         require(device.type in DEVICES, "Lightning runs DeepSpeed on NVIDIA "
-                f"GPUs, not on {device.type}: use --strategy fsdp2")
+                f"GPUs, not on {device.type}; fix: use --strategy fsdp2")
         require(importlib.util.find_spec("deepspeed"), "DeepSpeed is not "
-                "installed: `source activate.sh deepspeed` installs it; or "
-                "use --strategy fsdp2")
+                "installed; fix: run `source activate.sh deepspeed`, or use "
+                "--strategy fsdp2")
 
     def setup(self, trainer: L.Trainer) -> None:
         """Keep a whole copy, on the CPU, to save from and load into."""

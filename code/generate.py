@@ -171,8 +171,8 @@ def load(run_dir, device):
     model.to(device)
     tokenizer = dataset.load_vocabulary(state["hyperparameters"]["data"])
     require(tokenizer.n_vocab == model.config.vocab_size,
-            f"{state['hyperparameters']['data']} now has another vocabulary: "
-            "restore the dataset that the run was trained on")
+            f"{state['hyperparameters']['data']} now has another vocabulary; "
+            "fix: restore the dataset that the run was trained on")
     if rank == 0:
         print(visible(f"{file} ({state['stage']}, {state['step']} steps)"))
     return rank, world_size, device, model, tokenizer
@@ -182,14 +182,15 @@ def main():
     name_ranks()
     flags = parse_flags(Flags, num_sequences=1, max_new_tokens=1)
     require(not flags.assistant or (flags.temperature == 0 and flags.cache),
-            "--assistant needs --temperature 0, and the cache")
+            "--assistant needs greedy decoding and the cache; fix: add "
+            "--temperature 0 --cache")
     rank, world_size, device, model, tokenizer = load(
         flags.run_dir, flags.device)
     if flags.assistant:
         _, assistant = load_trained(call_on_rank_0(
             lambda: find_checkpoint(flags.assistant)))
         require(assistant.config.vocab_size == tokenizer.n_vocab,
-                f"{flags.assistant}: the assistant has another vocabulary")
+                f"{flags.assistant}: the assistant has a different vocabulary")
         assistant.to(device)
     prompt = tokenizer.encode(flags.prompt, allowed_special="all")
     prompt = prompt or [tokenizer.eot_token]

@@ -51,11 +51,11 @@ def read(file):
                 require(len(it["endings"]) == 4 and right in range(4),
                         "not one of four endings")
             except Exception as error:  # JSON has many
-                raise Damaged(f"{file}, line {number}: no question in "
+                raise Damaged(f"{file}, line {number}: not a question in "
                               f"HellaSwag's format ({reason(error)})"
                               ) from error
             questions.append((it["ctx"], it["endings"], right))
-    require(questions, f"{file}: it is empty")
+    require(questions, f"{file} is empty")
     return questions
 
 

@@ -77,12 +77,12 @@ def import_folder(folder, file):
     file must be new.
     """
     folder, file = Path(folder).resolve(), Path(file)
-    require(not file.exists(), f"{file} already exists: choose another")
+    require(not file.exists(), f"{file} already exists; fix: choose another")
     config = read_config(folder / CONFIG)
     weights = next((path for path in (folder / WEIGHTS, folder / PICKLED)
                     if path.exists()), None)
-    require(weights, f"{folder} has no {WEIGHTS} and no {PICKLED}: copy it "
-            "again")
+    require(weights, f"{folder} has no {WEIGHTS} and no {PICKLED}; fix: copy "
+            "it again")
     state = {"format": FORMAT, "stage": "Hugging Face", "step": 0,
              "model": read_weights(weights, config["n_head"]),
              "optimizer": {"state": {}, "param_groups": []}, "config": config,
@@ -139,7 +139,8 @@ def export_run(run, folder):
     file, folder = find_checkpoint(run), Path(folder)
     state, _ = load_trained(file)
     config, weights = state["config"], state["model"]
-    require(not folder.exists(), f"{folder} already exists: choose another")
+    require(not folder.exists(), f"{folder} already exists; fix: choose "
+            "another")
     theirs = {name: to_theirs(name, weight.float(), config["n_head"])
               for name, weight in weights.items() if name != LM_HEAD}
     theirs[WTE] = theirs[WTE][:config["vocab_size"]].contiguous()
@@ -171,8 +172,9 @@ def export_run(run, folder):
 def main():
     commands = {"export": export_run, "import": import_folder}
     command, *words = sys.argv[1:] or [""]
-    require(command in commands and len(words) == 2, "say what to do: python "
-            "code/huggingface.py export RUN FOLDER, or import FOLDER FILE")
+    require(command in commands and len(words) == 2, "invalid arguments; fix: "
+            "python code/huggingface.py export RUN FOLDER, or import FOLDER "
+            "FILE")
     commands[command](*(Path(word).expanduser() for word in words))
 
 

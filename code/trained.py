@@ -21,7 +21,7 @@ def find_checkpoint(run):
     if Path(run).is_file():
         return Path(run)
     folder = Path(run) if run else ROOT / "runs"
-    require(folder.is_dir(), f"{folder}: there is no such run")
+    require(folder.is_dir(), f"{folder}: no such run")
     found = checkpoint.list_checkpoints(folder / "checkpoints")
     if not found:
         runs = {place.parent: checkpoint.list_checkpoints(place)
@@ -29,7 +29,7 @@ def find_checkpoint(run):
         newest = max((run for run in runs if runs[run]), default=None,
                      key=lambda run: (last_start(run), run))
         found = runs.get(newest)
-    require(found, f"{folder}: it has no checkpoint: train first")
+    require(found, f"{folder} has no checkpoint; fix: train first")
     return first_whole(found)
 
 
@@ -41,7 +41,7 @@ def first_whole(files: list[Path]) -> Path:
             return file
         except (Damaged, FileNotFoundError) as error:  # of a link
             if file != files[-1]:
-                warn(f"{explain(error)}: taking the one before it")
+                warn(f"{explain(error)}; using the one before it")
         except UserError:  # of an older format
             return file
     return files[0]

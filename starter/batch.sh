@@ -10,7 +10,7 @@
 #SBATCH --requeue --open-mode=append
 
 if [[ " $*" == *" --run-dir"* ]]; then
-    echo "error: a job's run is in runs/, by its number: no --run-dir" >&2
+    echo "error: a job's run is in runs/, by its number; fix: omit --run-dir" >&2
     exit 2
 fi
 asked=''
@@ -41,7 +41,7 @@ done
 wait $processes
 status=$?
 if [ "$asked" ] && [ ! -e "$run/training" ]; then
-    echo "the time limit came near before the first step: give a longer --time"
+    echo "the time limit came before the first step; fix: use a longer --time"
 fi
 [ "$status" = 0 ] || exit "$status"
 [ -e "$run/finished" ] && exit 0
@@ -63,7 +63,8 @@ limit=$(squeue -h -j "$SLURM_JOB_ID" -o %l)
 if scontrol show job "$SLURM_JOB_ID" | grep -q 'Requeue=0'; then
     again+=(--no-requeue)
 fi
-echo "error: the run is not finished, and the job was not requeued; go on with:"
+echo "error: the run is not finished, and the job was not requeued; fix:" \
+    "continue with:"
 printf ' %q' "${again[@]}" batch.sh "$@"
 echo
 exit 1

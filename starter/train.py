@@ -108,7 +108,7 @@ def join(env=os.environ):
     require(all(number.isdecimal() and len(number) < 10 for number in numbers)
             and env.get("MASTER_ADDR") and int(numbers[0]) < int(numbers[2]),
             "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is not "
-            "set, or wrong: start this with torchrun, or unset all of them")
+            "set, or wrong; fix: start this with torchrun, or unset them all")
     if env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]:  # on one node
         env["MASTER_ADDR"] = "127.0.0.1"  # its name may lead nowhere
     device = torch.accelerator.current_accelerator(check_available=True)
@@ -132,23 +132,24 @@ def open_run(folder, fixed, resume):
     metrics, checkpoints = folder / "metrics.csv", folder / "checkpoints"
     try:
         if not resume and (metrics.exists() or checkpoints.exists()):
-            return [], f"{folder} exists: add --resume, or another --run-dir"
+            return [], (f"{folder} exists; fix: add --resume, or choose "
+                        "another --run-dir")
         ours = metrics.exists() or any(checkpoints.glob("step_????????.pt"))
         for name in "finished", "metrics.part", "checkpoints/unfinished":
             if (folder / name).exists() and not ours:
-                return [], f"{folder / name} is of another program"
+                return [], f"{folder / name} belongs to another program"
         checkpoints.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:  # until this process ends; its workers do not have the lock
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return [], f"{folder}: another process trains in this run"
+            return [], f"{folder}: another process is training in this run"
         except OSError:  # this file system has no locks
             pass
         os.listdir(checkpoints)  # an error, where glob would find nothing
         metrics.touch()
         if metrics.read_bytes()[: len(COLUMNS)] not in (b"", COLUMNS.encode()):
-            return [], f"{metrics} is of another program"
+            return [], f"{metrics} belongs to another program"
     except OSError as error:
         return [], f"{error.filename}: {error.strerror}"
     files, ours = sorted(checkpoints.glob("step_????????.pt")), []
@@ -157,9 +158,9 @@ def open_run(folder, fixed, resume):
             before = torch.load(file, weights_only=True)["fixed"]
             ours.append(file)
         except Exception as error:  # a damaged file raises many kinds
-            print(f"warning: {file} is damaged: {type(error).__name__}")
+            print(f"warning: {file} is corrupt: {type(error).__name__}")
     if files and not ours:
-        return [], f"{folder} is damaged: name another --run-dir"
+        return [], f"{folder} is corrupt; fix: choose another --run-dir"
     if ours and before != fixed:  # else other samples would follow
         return [], f"{folder} was started with {before}"
     (folder / "finished").unlink(missing_ok=True)
@@ -171,7 +172,7 @@ def restore(file, model, optimizer):
     saved = torch.load(file, weights_only=True)
     names = state_dict.get_model_state_dict(model).keys()
     require(names == saved["model"].keys(),
-            f"{file} is of another model: name another --run-dir")
+            f"{file} is of a different model; fix: choose another --run-dir")
     whole = state_dict.StateDictOptions(full_state_dict=True)
     state_dict.set_model_state_dict(model, saved["model"], options=whole)
     whole.strict = False  # a parameter without a gradient yet has no state
@@ -210,16 +211,16 @@ def open_metrics(file, first_step):
     steps = [b"%d" % step for step in range(first_step)]
     kept = [rows[step] for step in steps if step in rows]
     if lost := first_step - len(kept):
-        print(f"warning: {file} has lost {lost} of the steps 0 to "
+        print(f"warning: {file} lacks {lost} of the steps 0 to "
               f"{first_step - 1}", flush=True)
     if kept != lines:
         while (copy := file.with_name(time.strftime(
                 "metrics.%Y%m%d-%H%M%S.csv"))).exists():
             time.sleep(0.1)  # until the next second
         copy.write_bytes(file.read_bytes())
-        print(f"going on at step {first_step}" if first_step else
-              f"warning: no step_*.pt is in {file.parent}/checkpoints: "
-              "beginning at step 0", f"what {file.name} was is {copy.name}",
+        print(f"continuing at step {first_step}" if first_step else
+              f"warning: no step_*.pt in {file.parent}/checkpoints, starting "
+              "at step 0", f"the previous {file.name} is {copy.name}",
               sep="; ", flush=True)
     with open(file.with_suffix(".part"), "wb") as part:
         part.write(b"\n".join([header, *kept, b""]))
@@ -293,7 +294,8 @@ def parse():
             "workers": 0, "eval-every": 50, "checkpoint-every": 50,
             "seed": 1337}.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
-    parser.error = lambda problem: require(False, f"{problem}: see --help")
+    parser.error = lambda problem: require(
+        False, f"{problem}; fix: see --help")
     return parser.parse_args()
 
 
@@ -307,9 +309,9 @@ def check(args, smallest):
                     f"be {least:d} or more, and less than 2**31")
     S = args.minibatch_size
     round_size = args.microbatch_size * dist.get_world_size()
-    require(S % round_size == 0, f"{S} is not divisible by {round_size}: "
-            "change --microbatch-size, or --minibatch-size")
-    require(S <= smallest, f"one split has less than {S} samples")
+    require(S % round_size == 0, f"{S} is not divisible by {round_size}; fix: "
+            "change --microbatch-size or --minibatch-size")
+    require(S <= smallest, f"one split has fewer than {S} samples")
 
 
 def main():
@@ -350,8 +352,8 @@ def main():
         loss, stop = (report / world_size).tolist()
         seconds = time.perf_counter() - start_time
         require(math.isfinite(loss) and math.isfinite(norm),
-                f"step {step}: the loss is {loss} and the norm {norm}: try a "
-                "lower --learning-rate")
+                f"step {step}: the loss is {loss} and the norm {norm}; fix: "
+                "use a lower --learning-rate")
 
         done = step + 1
         last, val_loss = done == args.max_steps, ""

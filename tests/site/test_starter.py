@@ -151,7 +151,7 @@ def test_another_model_is_not_resumed(way, begun, tmp_path, request):
         "nn.Linear(64, 3))", "nn.Linear(64, 3), nn.Linear(3, 3))")))
     result = attempt("starter", begun, "--resume", script=script)
     (line,) = result.err.splitlines()
-    assert result.status == 1 and "another model" in line
+    assert result.status == 1 and "a different model" in line
 
 
 def test_the_ranks_divide_each_minibatch():
@@ -183,7 +183,7 @@ def test_a_damaged_checkpoint_is_skipped(alone, tmp_path):
     newest.write_bytes(newest.read_bytes()[:1000])
     result = train("starter", run, *flags, "--resume", mesh=(1, 2, 1))
     agree(result, alone)
-    assert result.out.count(f"{newest.name} is damaged") == 1
+    assert result.out.count(f"{newest.name} is corrupt") == 1
     assert "| step   20/" in result.out
 
 
@@ -223,10 +223,10 @@ def test_errors_are_one_line(flags, words, begun, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "resume", "words"), [
-    *((name, ["--resume"], f"{name} is of another program") for name in (
+    *((name, ["--resume"], f"{name} belongs to another program") for name in (
         "finished", "metrics.part", "metrics.csv", "checkpoints/unfinished")),
     ("metrics.csv", [], "add --resume"), ("checkpoints", [], "add --resume"),
-    ("checkpoints/step_00000020.pt", ["--resume"], "is damaged"),
+    ("checkpoints/step_00000020.pt", ["--resume"], "is corrupt"),
     ("checkpoints/best.ckpt", ["--resume"], "")])  # beside what it saves
 def test_what_another_program_has_left_is_kept(name, resume, words, tmp_path):
     file = tmp_path / name
@@ -241,7 +241,7 @@ def test_a_job_refuses_a_folder_that_it_would_not_look_into():
     done = subprocess.run(
         ["bash", STARTER.with_name("batch.sh"), "--run-dir=mine"],
         capture_output=True, text=True)
-    assert done.returncode == 2 and "no --run-dir" in done.stderr
+    assert done.returncode == 2 and "omit --run-dir" in done.stderr
 
 
 def test_a_run_keeps_a_copy_beside_its_checkpoints(begun, tmp_path):

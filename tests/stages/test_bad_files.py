@@ -374,8 +374,8 @@ def test_a_checkpoint_with_something_missing(tmp_path):
 
 
 @pytest.mark.parametrize(("path", "value", "says"), [
-    (("model", WEIGHT), WEIGHTS[WEIGHT].to_sparse(), "not a whole tensor"),
-    (("model", WEIGHT), WEIGHTS[WEIGHT].to("meta"), "not a whole tensor"),
+    (("model", WEIGHT), WEIGHTS[WEIGHT].to_sparse(), "not a dense tensor"),
+    (("model", WEIGHT), WEIGHTS[WEIGHT].to("meta"), "not a dense tensor"),
     (("model", WEIGHT), WEIGHTS[WEIGHT].to(torch.complex64), "complex64"),
     (("model", WEIGHT), WEIGHTS[WEIGHT] * torch.nan, "contains NaN"),
     (MOMENT, MOMENTS["state"][WEIGHT]["exp_avg"] * torch.nan,
@@ -383,7 +383,7 @@ def test_a_checkpoint_with_something_missing(tmp_path):
     (("config", "n_layer"), 10**6, "h.999999.ln_1.weight is missing"),
     (("config", "block_size"), 2**30, "wpe.weight: its weight is float"),
     (("config", "n_head"), 3, "n_head does not divide"),
-    (("format",), 1, "a checkpoint of format 1, .*: train again")])
+    (("format",), 1, "has checkpoint format 1, .*; fix: train again")])
 def test_what_no_model_can_have(path, value, says, tmp_path):
     file = tmp_path / "odd.pt"
     torch.save(changed(STATE, path, value), file)
@@ -407,7 +407,7 @@ FOREIGN = {
     "safetensors": lambda file: safetensors.torch.save_file(
         {"weight": torch.zeros(2)}, file),
     "a zip archive": lambda file: np.savez(open(file, "wb"), a=np.zeros(2)),
-    "of another program": lambda file: file.write_text("a text"),
+    "by another program": lambda file: file.write_text("a text"),
 }
 
 
@@ -416,7 +416,8 @@ def test_a_checkpoint_of_another_program(kind, tmp_path):
     """It is not called damaged, and torch's advice is not passed on."""
     file = tmp_path / "theirs.pt"
     FOREIGN[kind](file)
-    with pytest.raises(Damaged, match="is no checkpoint of the course") as got:
+    with pytest.raises(
+            Damaged, match="is not a checkpoint of the course") as got:
         load_trained(file)
     text = str(got.value)
     assert kind in text and "weights_only" not in text and "\n" not in text
@@ -439,7 +440,7 @@ def test_a_checkpoint_that_was_packed_again(method, tmp_path):
         for entry in ours.infolist():
             theirs.writestr(entry.filename, ours.read(entry))
     if method == zipfile.ZIP_BZIP2:
-        with pytest.raises(Damaged, match=r"no checkpoint .*packed again"):
+        with pytest.raises(Damaged, match=r"not a checkpoint .*compressed in"):
             read_checkpoint(file)
     else:
         assert same_state(read_checkpoint(file)["model"], WEIGHTS)
@@ -493,7 +494,7 @@ def test_a_missing_weight_stops_a_run(data, tmp_path):
     refused(attempt("fsdp", tmp_path / "new", "--init", newest, data=data,
                     world_size=2), "weight is missing", "--init")
     good = train("fsdp", run, "--resume", "--max-steps", 5, world_size=2)
-    assert good.err.count("is damaged") == 1 == good.err.count("\n")
+    assert good.err.count("is corrupt") == 1 == good.err.count("\n")
     assert "resuming after step 1 " in good.out
 
 
@@ -535,7 +536,7 @@ def test_what_a_spreadsheet_has_saved_is_resumed(tmp_path, capsys):
     (kept,) = tmp_path.glob("metrics.2*.csv")
     assert kept.read_bytes() == damaged
     said = capsys.readouterr().err
-    assert "lost 3 of the steps 0 to 2" in said and kept.name in said
+    assert "lacks 3 of the steps 0 to 2" in said and kept.name in said
 
     # what follows the lost rows is kept when the run is resumed again
     metrics.add(dict.fromkeys(COLUMNS, 1) | {"step": 3})
@@ -745,4 +746,4 @@ def test_a_stored_run_of_the_starter_goes_on(tmp_path):
                 run / "checkpoints" / "step_00000001.pt")
     result = train("starter", run, "--resume", "--max-steps", 2)
     assert "| step    1/2" in result.out and "| step    0/" not in result.out
-    assert "has lost 1 of the steps 0 to 0" in result.out
+    assert "lacks 1 of the steps 0 to 0" in result.out

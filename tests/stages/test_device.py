@@ -86,12 +86,12 @@ def test_a_gpu_job_does_not_train_on_the_cpu(
 def test_the_local_rank_says_which_device(gpu, monkeypatch):
     gpu(count=4)
     assert device.use_device("auto", 3) == torch.device("cuda", 3)
-    with pytest.raises(UserError, match="no more than 4 per node") as error:
+    with pytest.raises(UserError, match="at most 4 per node") as error:
         device.use_device("auto", 4)
     assert "--gpus-per-task" not in str(error.value)
     gpu(count=1)
     assert device.use_device("auto", 0) == torch.device("cuda", 0)
-    with pytest.raises(UserError, match=r"process 1 of this node.*--gpus-per-"
+    with pytest.raises(UserError, match=r"local rank 1.*--gpus-per-"
                        r"task.*--gpus-per-node instead.*CUDA_VISIBLE_DEVICES"):
         device.use_device("auto", 1)
     from backstage import lightning
@@ -141,25 +141,25 @@ def in_a_pipeline(cause):
     (torch.AcceleratorError("CUDA error: an illegal memory access was "
                             "encountered\nCUDA kernel errors might be"),
      "the device failed (CUDA error: an illegal memory access was "
-     "encountered): set CUDA_LAUNCH_BLOCKING=1"),
+     "encountered); fix: set CUDA_LAUNCH_BLOCKING=1"),
     (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors"),
-     "memory is full: try a smaller --microbatch-size"),
+     "out of memory on the device; fix: use a smaller --microbatch-size"),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling "
                   "`cublasCreate(handle)`"),
-     "memory is full: try a smaller --microbatch-size"),
+     "out of memory on the device; fix: use a smaller --microbatch-size"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
-     "memory is full: try a smaller --microbatch-size"),
+     "out of memory on the device; fix: use a smaller --microbatch-size"),
     (RuntimeError("a bug"), None), (RuntimeError(), None),
     # gloo's: one that the others are gone, and two that they are not
     (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer "
                   "[127.0.0.1]:58601. This is typically"), "lost the other"),
     (RuntimeError("[enforce fail at gloo/transport/tcp/device.cc:84] ifa != "
                   "nullptr. Unable to find address for: ib0"),
-     "GLOO_SOCKET_IFNAME names ib0, which is no network interface of this "
-     "machine: unset it here, or name one of lo"),
+     "GLOO_SOCKET_IFNAME names ib0, which is not a network interface of "
+     "this machine; fix: unset it, or name one of lo"),
     (RuntimeError("[enforce fail at gloo/transport/tcp/loop.cc:105] fd_ != "
                   "-1. -1 vs -1. epoll_create: Too many open files"),
-     "too few files may be open: try `ulimit -n 4096`"),
+     "fix: raise it: ulimit -n 4096"),
     (RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:456] Received "
                   "data size doesn't match"), "distributed failed: [enforce"),
     # no other process has been met yet
@@ -194,7 +194,7 @@ def test_a_file_that_is_denied(writable, monkeypatch):
     line = explain(PermissionError(
         errno.EACCES, "Permission denied", str(ROOT / "runs")))
     assert line == f"{ROOT}/runs: Permission denied" + (
-        ": work in a clone of your own" * (not writable))
+        "; fix: work in a clone of your own" * (not writable))
 
 
 FAILS = """\

@@ -429,7 +429,7 @@ def test_a_manifest_that_is_none(text, tmp_path, tool):
     for name, *args in (("countfineweb", folder), ("demo", "--out", folder),
                         ("fineweb", "--dataset", folder, "--out", folder)):
         error = tool(name, *args)[1]
-        assert "manifest.json is damaged" in error and len(error) < 300
+        assert "manifest.json is corrupt" in error and len(error) < 300
 
 
 @pytest.mark.whole
@@ -482,7 +482,7 @@ def test_shards_of_other_courses_are_named_and_converted(
     for i, split in enumerate(("val", "train")):
         (theirs / f"{name}{split}{number}.bin").write_bytes(
             header + (TOKENS + i).tobytes())
-    with pytest.raises(UserError, match=f"{name}.*bin: if nanoGPT, "):
+    with pytest.raises(UserError, match=f"{name}.*bin; fix: if nanoGPT, "):
         dataset.check_shards(theirs, 32)
     assert not tool("splitfineweb", theirs, "--parts", 2, "--out", out)[1]
     dataset.check_shards(out, 32)
@@ -552,7 +552,7 @@ def test_right_tokens_are_no_other_format(tmp_path, tool):
 def test_a_damaged_shard_of_another_course(content, tmp_path):
     file = tmp_path / "train.bin"
     file.write_bytes(content)
-    with pytest.raises(UserError, match="is damaged"):
+    with pytest.raises(UserError, match="is corrupt"):
         splitfineweb.shards.read(file)
 
 

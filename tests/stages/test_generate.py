@@ -128,11 +128,11 @@ def test_choices_have_their_probabilities():
 @pytest.mark.parametrize(("flag", "value", "words"), [
     ("--run-dir", "/no/such/run", "/no/such/run"),
     ("--run-dir", "~/no-such-run", str(Path.home() / "no-such-run")),
-    ("--run-dir", FOLDER, "it has no checkpoint"),
+    ("--run-dir", FOLDER, "has no checkpoint"),
     ("--temperature", -1, "--temperature must be 0 or more"),
     ("--max-new-tokens", 0, "--max-new-tokens must be 1 or more"),
     ("--num-sequences", 0, "--num-sequences must be 1 or more"),
-    ("--assistant", "runs/small", "--assistant needs --temperature 0")])
+    ("--assistant", "runs/small", "--assistant needs greedy decoding")])
 def test_bad_flags(flag, value, words, write):
     with pytest.raises(UserError, match=words):
         write(flag, value)
@@ -165,7 +165,7 @@ def test_a_damaged_one_is_passed_over_with_a_word(tmp_path, capsys):
     newest.write_bytes(newest.read_bytes()[:50])
     assert generate.find_checkpoint(tmp_path).name == "step_00000002.pt"
     line, = capsys.readouterr().err.splitlines()
-    assert newest.name in line and "taking the one before it" in line
+    assert newest.name in line and "using the one before it" in line
 
 
 def test_of_several_runs_the_one_started_last_is_taken(

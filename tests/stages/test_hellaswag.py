@@ -79,5 +79,5 @@ def test_another_file_is_named_in_one_line(line, tmp_path):
     file = tmp_path / "other.jsonl"
     file.write_text(f"{line}\n")
     with pytest.raises(UserError,
-                       match=r"other\.jsonl, line 1: no question"):
+                       match=r"other\.jsonl, line 1: not a question"):
         hellaswag.read(file)

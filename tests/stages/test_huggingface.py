@@ -102,8 +102,8 @@ def test_a_stage_starts_from_it(file, data, tmp_path):
     loss = our_model(load_checkpoint(file))(x, y).item()
     assert result.column("loss") == [pytest.approx(loss, rel=1e-5)]
     assert result.err == (
-        "warning: the learning rate is still low at the end: --warmup-steps "
-        "is 4, --max-steps 1\n")
+        "warning: the run ends before the learning rate's warm-up: "
+        "--warmup-steps is 4, --max-steps 1; fix: use fewer --warmup-steps\n")
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -112,8 +112,8 @@ def test_a_stage_starts_from_it(file, data, tmp_path):
     ({"n_embd": "x"}, "n_embd is x"),
     ({"n_layer": 5}, "is missing"),
     ({"n_embd": 64, "n_head": 4}, "its weight is float ("),
-    ({"n_head": 5}, "damaged"),
-    ({"n_embd": 10**9, "n_head": 1}, "config.json is damaged"),
+    ({"n_head": 5}, "corrupt"),
+    ({"n_embd": 10**9, "n_head": 1}, "config.json is corrupt"),
     ({"n_layer": 10**7}, "has n_layer 10000000"),
     ({}, "h.3.ln_2.bias: its weight is missing"),
 ], ids=str)

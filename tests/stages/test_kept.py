@@ -189,7 +189,7 @@ def test_an_empty_record_beside_checkpoints_is_damaged(
     shutil.copytree(original, run)
     os.truncate(run / "hyperparameters.json", 0)
     refused(attempt(stage, run, "--resume", "--max-steps", 8, data=data),
-            "hyperparameters.json is damaged")
+            "hyperparameters.json is corrupt")
 
 
 def test_the_starter_says_which_rows_are_lost(tmp_path):
@@ -197,5 +197,5 @@ def test_the_starter_says_which_rows_are_lost(tmp_path):
     train("starter", run, "--max-steps", 3)
     (run / "metrics.csv").unlink()
     result = train("starter", run, "--resume", "--max-steps", 4)
-    assert "metrics.csv has lost 3 of the steps 0 to 2" in result.out
+    assert "metrics.csv lacks 3 of the steps 0 to 2" in result.out
     assert "| step    3/4" in result.out

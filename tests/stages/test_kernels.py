@@ -36,8 +36,9 @@ def test_a_machine_without_triton_gets_one_line(tmp_path):
     end, = launch(SCRIPT, place=str(tmp_path))
     assert end.status == 1 and not end.out
     assert end.err == (
-        "error: Triton, which compiles the kernels of this script, is not "
-        "installed: pip install triton, on Linux (there is none for macOS)\n")
+        "error: Triton, which compiles this script's kernels, is not "
+        "installed; fix: pip install triton on Linux; there is no Triton for "
+        "macOS, so run this stage on a Linux machine\n")
 
 
 # What CUDA C adds to C++, for one thread at a time.

@@ -174,9 +174,9 @@ def test_what_a_stage_of_zero_keeps(data, tmp_path):
 @pytest.mark.parametrize(("flag", "value", "world_size", "message"), [
     ("--strategy", "fsdp", 1, "'ddp', 'fsdp2'"),
     ("--strategy", "deepspeed_stage_2", 1,
-     "NVIDIA GPUs, not on cpu: use --strategy fsdp2"),
-    ("--devices", "4", 2, "--devices 4, but 2 process(es) were started on a "
-     "node: make srun's --ntasks-per-node"),
+     "NVIDIA GPUs, not on cpu; fix: use --strategy fsdp2"),
+    ("--devices", "4", 2, "--devices 4 differs from the number of processes "
+     "started per node, 2; fix: set srun's --ntasks-per-node"),
     ("--devices", "-1", 1, "--devices must be 0 or more")])
 def test_what_lightning_does_not_train_on(
         flag, value, world_size, message, parsed, monkeypatch):

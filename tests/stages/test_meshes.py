@@ -67,7 +67,7 @@ def test_compiled(data, tmp_path):
         probes=[SignalAt(3, signal.SIGUSR1)], **options)
         for name, flags, options in (("std", (), {}), (
             "tp", ("--compile",), {"mesh": (1, 1, 2), "timeout": 290})))
-    assert "does not work here" not in result.err
+    assert "torch.compile fails" not in result.err
     assert result.column("loss") == pytest.approx(
         single.column("loss"), rel=1e-4)
     assert result.checkpoint()["model"].keys() == (
@@ -119,7 +119,7 @@ def test_a_gpu_holds_no_other_stages_part_of_a_checkpoint(data, tmp_path):
     assert ">" not in result.out
     said, = (line for line in result.out.splitlines()
              if "no generated text" in line)
-    assert f"code/generate.py --run-dir {tmp_path / 'run'} generates" in said
+    assert f"code/generate.py --run-dir {tmp_path / 'run'}" in said
 
 
 # ------------------------------------------------ what is wrong is one line

@@ -364,6 +364,6 @@ def test_what_is_wrong_is_one_line(mpich):
                            OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="0")
         assert done.returncode == 1 and "--allow-run-as-root" in done.stderr
     one_line(run_command(*JOINS, MPI4PY_LIBMPI="/nowhere.so"),
-             "there is no MPI library", "module load", "install")
+             "no MPI library can be loaded", "module load", "install")
     one_line(run_command(*JOINS[:2], "import sys; sys.modules['mpi4py'] = None"
                          f"; {JOINS[2]}"), "mpi4py is not installed")

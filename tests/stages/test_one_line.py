@@ -58,7 +58,7 @@ def test_a_pattern_that_matches_nothing(pattern, tmp_path):
     quoted = pattern.replace("\\", r"\\")
     file.write_text(text.replace(r'"[\\s\\S]"', f'"{quoted}"'))
     assert file.read_text() != text
-    with pytest.raises(UserError, match="matches an empty text"):
+    with pytest.raises(UserError, match="matches the empty string"):
         dataset.load_vocabulary(tmp_path)
 
 

@@ -412,7 +412,7 @@ def test_what_has_passed_the_check(tmp_path, use_working_copy, monkeypatch):
         assert passed_checks.has_passed("mpi", OLD)
         done = passed_checks.has_passed("ddp", NEW)
         if not end.killed:
-            assert done != ("does not know of this check" in end.warned)
+            assert done != ("this check is not recorded" in end.warned)
         files.remove_parts(folder / "code")
         assert not [*(folder / "code").glob(f".*{files.PART}")]
 

@@ -23,7 +23,7 @@ def test_a_wrong_flag_is_named():
         stdin=its, stdout=its, stderr=its,
         env=os.environ | {"PYTHONIOENCODING": "latin-1"})
     assert (ended.returncode, os.read(ours, 10_000)) == (
-        1, b"error: unrecognized options: --max-stepz, 3: see --help\r\n")
+        1, b"error: unrecognized options: --max-stepz, 3; fix: see --help\r\n")
     os.close(ours)
     os.close(its)
 

@@ -286,7 +286,7 @@ def test_a_damaged_checkpoint_is_passed_over(data, tmp_path, single):
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
     done = train("std", run, "--resume")
-    assert done.err.count(f"{newest} is damaged") == 1
+    assert done.err.count(f"{newest} is corrupt") == 1
     assert "resuming after step 17" in done.out
     assert done.column("loss") == single.column("loss")
     assert re.search(r"\(train: .*?\)", done.out)[0] == re.findall(
@@ -295,7 +295,7 @@ def test_a_damaged_checkpoint_is_passed_over(data, tmp_path, single):
                       single.checkpoint()["model"])
     for file in run.glob("checkpoints/*.pt"):
         os.truncate(file, file.stat().st_size // 2)
-    refused(attempt("std", run, "--resume"), "is damaged", "another --run-dir")
+    refused(attempt("std", run, "--resume"), "is corrupt", "another --run-dir")
 
 
 def small_files(limit, log=None):
@@ -310,7 +310,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(data, tmp_path):
     kept = (run / "checkpoints" / "step_00000010.pt").read_bytes()
     for limit, words in (
             (100_000, ["could not be written (File too large)"]),
-            (1500, ["no space left to write: File too large", "--resume"])):
+            (1500, ["cannot write: File too large", "--resume"])):
         result = attempt("std", run, "--resume", "--max-steps", 20,
                          probes=[partial(small_files, limit)])
         refused(result, *words)
@@ -339,7 +339,7 @@ def test_a_full_disk_for_the_output(data, tmp_path):
             stderr=subprocess.PIPE, text=True)
     assert ran.returncode == 1
     assert ran.stderr == (
-        "error: no space left to write: File too large: free some; a run "
+        "error: cannot write: File too large; fix: free some space; a run "
         "resumes with --resume\n")
 
 
@@ -375,8 +375,8 @@ def test_resume_finds_its_own_settings(data, tmp_path, monkeypatch):
     assert state["hyperparameters"]["microbatch_size"] == 4
     assert (state["format"], state["stage"], state["step"]) == (2, "std", 8)
     (run / "hyperparameters.json").unlink()  # there are its checkpoints
-    refused(attempt("std", run, data=data), "holds a run already",
-            "name another --run-dir")
+    refused(attempt("std", run, data=data), "already holds a run",
+            "choose another --run-dir")
     done = train("std", run, "--resume", "--preset", "tiny", "--max-steps", 9,
                  "--data", data)
     assert done.column("step") == list(range(9))
@@ -394,7 +394,7 @@ def test_one_process_at_a_time_trains_in_a_run(stage, data, tmp_path):
     records = {file: file.read_bytes() for file in run.glob("*.json")}
     for again in [()] * (stage == "std") + [("--resume",)]:
         refused(attempt(stage, run, *again, data=data),
-                "another process trains in this run")
+                "another process is training in this run")
     assert records == {file: file.read_bytes() for file in records}
     launch.signal(signal.SIGKILL)  # before there is a checkpoint
     rows = len(launch.result(run).rows)
@@ -439,7 +439,7 @@ def test_more_shards_than_files_may_be_open(hard, status, tmp_path):
                     probes=[partial(few_files, hard)])
     assert ended.status == status, ended.err
     if status:
-        refused(ended, "try `ulimit -n 4096`")
+        refused(ended, "ulimit -n 4096")
 
 
 # --------------------------------------------------------------- bad input
@@ -461,7 +461,7 @@ def test_a_run_dir_in_a_file(data, tmp_path):
     ("--max-steps -1", "--max-steps"),
     ("--profile -1", "--profile must be 0 or more"),
     ("--data EMPTY", r"no shard \*_train_\*\.npy"),
-    ("--data BAD", r"vocabulary\.json is damaged"),
+    ("--data BAD", r"vocabulary\.json is corrupt"),
     (f"--seed {10**20}", "--seed must be 2147483647 or less"),
     ("--minibatch-size " + "1" * 5000, "--minibatch-size"),
     ("--weight-decay 1e400", "--weight-decay must be"),
@@ -480,8 +480,8 @@ SECOND = "test_train_000002.npy"
 
 @pytest.mark.parametrize(("change", "words"), [
     (lambda data: np.save(data / SECOND, np.arange(100)),
-     [SECOND, "int64", "not a list of uint16"]),
-    (lambda data: os.truncate(data / SECOND, 139), [SECOND, "make it again"]),
+     [SECOND, "int64", "not 1-D uint16"]),
+    (lambda data: os.truncate(data / SECOND, 139), [SECOND, "rebuild it"]),
     (lambda data: os.truncate(data / SECOND, 9999),
      [SECOND, "longer than its header says"]),
     (lambda data: write_shards(data, [[1] * 8] * 3, [1] * 100),
@@ -489,7 +489,7 @@ SECOND = "test_train_000002.npy"
     (lambda data: write_shards(data, [[257] * 2500], [1] * 100),
      ["token 257", "vocabulary of 257"]),
     (lambda data: (data / "vocabulary.tiktoken").write_text("not base64"),
-     ["vocabulary.tiktoken is damaged"]),
+     ["vocabulary.tiktoken is corrupt"]),
     (lambda data: np.save(data / "x_train_val_0.npy", np.arange(9)),
      ["val_0.npy would be in both splits"]),
 ], ids=["dtype", "truncated", "longer", "short", "token", "vocabulary",
@@ -525,14 +525,14 @@ def test_a_token_that_no_look_has_found_is_one_line(stage, mesh, tmp_path):
     result = attempt(stage, tmp_path / "run", data=data, mesh=mesh,
                      probes=[look_at_few])
     assert all(rank.status for rank in result.ranks)
-    assert ("test_train_000001.npy is damaged (token 257 is not in the "
-            "vocabulary of 257)") in result.err
+    assert ("test_train_000001.npy is corrupt (token 257 is not in the "
+            "vocabulary of 257 tokens)") in result.err
 
 
 def test_what_no_memory_holds_is_one_line():
     with pytest.raises(RuntimeError) as error:
         torch.empty(2**58)
-    assert "the memory is full" in explain(error.value)
+    assert "out of memory" in explain(error.value)
 
 
 @pytest.mark.whole
@@ -547,12 +547,12 @@ def test_a_run_of_another_model(data, tmp_path, parsed):
     for file in wider.glob("vocabulary.*"):  # then it is GPT-2's
         file.unlink()
     refused(attempt("std", other, "--resume", "--max-steps", 4, data=wider),
-            "another model", "vocab_size 257, not 50257")
+            "a different model", "vocab_size 257, not 50257")
     refused(attempt("std", other, "--resume", "--n-layer", 3),
-            "another model (n_layer 4, not 3)")
+            "a different model (n_layer 4, not 3)")
     file = other / "hyperparameters.json"
     file.write_text(file.read_text()[:50])
-    with pytest.raises(UserError, match=r"hyperparameters\.json is damaged"):
+    with pytest.raises(UserError, match=r"hyperparameters\.json is corrupt"):
         parsed("--run-dir", other, "--resume")
 
 
@@ -571,7 +571,8 @@ def test_a_shape_and_a_prompt_of_ones_own(data, tmp_path):
     assert again.checkpoint()["config"] == config
     file = next((run / "checkpoints").glob("*4.pt"))
     refused(attempt("std", tmp_path / "other", "--init", file, data=data),
-            f"{file} holds another model", "n_layer 1, not 4; n_head 2, not 4")
+            f"{file} is of a different model",
+            "n_layer 1, not 4; n_head 2, not 4")
 
 
 def test_a_folder_without_vocabulary_trains(tmp_path):
@@ -583,6 +584,6 @@ def test_a_folder_without_vocabulary_trains(tmp_path):
     env = {**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path)}
     result = train("std", tmp_path / "run", "--max-steps", 1, data=folder,
                    env=env, texts=True)
-    assert "is not complete" in result.err
+    assert "is incomplete" in result.err
     assert result.out.count("no generated text: ") == 1
     assert result.checkpoint()["config"]["vocab_size"] == 50257
