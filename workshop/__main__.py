@@ -40,7 +40,7 @@ COMMANDS = {
         "certificate": CourseCommand(
             "workshop.certificate",
             "Write a page that says which checks have passed here, and when, "
-            "with a text by your model.")},
+            "with text that your model generated.")},
     "a job": {
         "launch": CourseCommand(
             "workshop.jobs.launch",
@@ -48,17 +48,17 @@ COMMANDS = {
             "machine."),
         "doctor": CourseCommand(
             "workshop.jobs.doctor",
-            "Say what the course needs and this machine lacks."),
+            "Check that this machine has what the course needs."),
         "cluster": CourseCommand(
             "workshop.cluster.command",
-            "Start, look at and end a SLURM of up to 4 nodes on this Linux "
+            "Start, inspect and end a SLURM of up to 4 nodes on this Linux "
             "machine: up | status | down."),
         "plot": CourseCommand(
             "workshop.results.plot",
             "Draw the runs: loss curves, tokens/s, scaling."),
         "profile": CourseCommand(
             "workshop.results.profile",
-            "Say where a step's time goes on each rank, from the traces of "
+            "Show where a step's time goes on each rank, from the traces of "
             "--profile N.")},
     "any PyTorch script": {
         "verify": CourseCommand(VERIFY.module, VERIFY.about),
@@ -97,15 +97,15 @@ def main() -> NoReturn:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in ("", "backstage", "workshop"):
             raise
-        raise UserError(f"{sys.executable} has no {error.name}: run `source "
-                        "activate.sh` first") from error
+        raise UserError(f"{sys.executable} has no {error.name}; fix: run "
+                        "`source activate.sh`") from error
     except (ImportError, OSError) as error:
         if not any(frame.f_globals.get("__name__") == "torch" for frame, _ in
                    traceback.walk_tb(error.__traceback__)):
             raise
-        raise UserError(f"PyTorch does not load here ({reason(error)}): is a "
-                        "module of the site missing, or is its installation "
-                        f"in {sys.prefix} damaged?") from error
+        raise UserError(f"PyTorch cannot be loaded ({reason(error)}); fix: "
+                        "load the site's modules that it needs, or install "
+                        f"it again in {sys.prefix}") from error
 
 
 def parse() -> argparse.Namespace:

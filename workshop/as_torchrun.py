@@ -25,7 +25,8 @@ def main() -> None:
     words = sys.argv[1:]
     verbose = words[:1] == ["-v"]
     words = words[verbose:]
-    require(words, "name a script: python -m workshop.as_torchrun SCRIPT")
+    require(words, "no script is named; fix: python -m workshop.as_torchrun "
+            "SCRIPT")
     launcher = join_world()
     if verbose:
         env = os.environ
@@ -36,8 +37,8 @@ def main() -> None:
             f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}\n")
         sys.stdout.flush()
     script = words[0]
-    require(Path(script).is_file(), f"{script}: no such script: check the "
-            "path")
+    require(Path(script).is_file(), f"{script}: no such script; fix: check "
+            "the path")
     sys.argv = words
     # in place of this folder, which PYTHONSAFEPATH leaves out
     sys.path[:not getattr(sys.flags, "safe_path", False)] = [
@@ -58,8 +59,8 @@ def join_world(env: MutableMapping[str, str] = os.environ) -> str:
     if launcher == "srun" and size > 1:
         name_ranks(env)
         return launcher
-    require(launcher, "no launcher has started this process: start it with "
-            "one, as in mpirun -n 4 python -m workshop.as_torchrun "
+    require(launcher, "no launcher has started this process; fix: start it "
+            "with one: mpirun -n 4 python -m workshop.as_torchrun "
             "code/train_gpt2.py")
     from backstage import mpi
 
@@ -76,9 +77,9 @@ def find_rank_0(env: Mapping[str, str]) -> None:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as error:
         raise UserError(
-            f"rank 0 should be on {host}, which is no host that "
-            f"{socket.gethostname()} knows: export MASTER_ADDR=HOST, by a "
-            "name or address that all nodes know") from error
+            f"rank 0 should be on {host}, which {socket.gethostname()} "
+            "cannot resolve; fix: export MASTER_ADDR=HOST, a name or address "
+            "that all nodes know") from error
     if env["RANK"] != "0":
         return
     for family, kind, _, _, address in found:  # which of them are ours?
@@ -86,9 +87,9 @@ def find_rank_0(env: Mapping[str, str]) -> None:
             mine.bind(address)
             return
     raise UserError(
-        f"rank 0 is on {socket.gethostname()}, but all will look for it on "
-        f"{host}: export MASTER_ADDR={socket.gethostname()}, or start rank 0 "
-        f"on {host}")
+        f"rank 0 is on {socket.gethostname()}, but all ranks will connect to "
+        f"{host}; fix: export MASTER_ADDR={socket.gethostname()}, or start "
+        f"rank 0 on {host}")
 
 
 if __name__ == "__main__":

@@ -83,8 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     """Write the page, and print what is on it."""
     output = Path(args.output)
-    require(may_replace(output, MARK), f"{output} is there, and is no "
-            "certificate: it is kept; fix: name another file with -o")
+    require(may_replace(output, MARK), f"{output} exists and is not a "
+            "certificate; fix: choose another file with -o")
     passed = list_passed()
     require(passed, "no script has passed a check here yet; fix: `python -m "
             "workshop check ddp`, once its changes are made")
@@ -100,7 +100,7 @@ def main(args: argparse.Namespace) -> None:
     if text:
         print(f"\n{text.words}\n\n({text.about})\n")
     else:
-        print(f"there is no run whose model could write a text: {TRAIN}")
+        print(f"no text: no run here has a trained model; {TRAIN}")
     print(f"{output}: open it in a browser, print or keep it")
 
 
@@ -127,8 +127,8 @@ def choose_run(folder: StrPath | None) -> Path | None:
     """
     if folder is not None:
         require(has_checkpoint(Path(folder)),
-                f"{folder} is no run with a checkpoint; fix: name a folder "
-                "in runs/")
+                f"{folder} is not a run with a checkpoint; fix: choose a "
+                "folder in runs/")
         return Path(folder)
     results, _ = runs.read_all(runs.list_folders(runs.RUNS))
     for run in reversed(results):
@@ -154,7 +154,7 @@ def write_text(folder: Path) -> Text:
     printed = "".join(lines)
     _, begins, rest = printed.partition("\n> ")
     if status or not begins:
-        raise UserError(f"{show_path(folder)} writes no text: "
+        raise UserError(f"{show_path(folder)} generates no text: "
                         f"{interpreter.last_line(printed)}")
     words = rest.rstrip("\n").rpartition("\n")[0]  # the last line: the speed
     return Text(describe(runs.read(folder)), words)

@@ -154,7 +154,7 @@ def try_mistakes(stages: list[Stage]) -> int:
     """Run the check on the planted mistakes of stages; return the status."""
     planted = [stage.name for stage in stages if any(
         (ROOT / "tests" / "tables" / "check" / stage.name).glob("*.diff"))]
-    require(planted, "no mistake is planted in these stages: see "
+    require(planted, "no mistake is planted in these stages; fix: see "
             "tests/tables/check/")
     words = " or ".join(f"{name}:" for name in planted)
     return subprocess.run(

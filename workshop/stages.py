@@ -76,7 +76,7 @@ LESSONS = tuple(name for name, stage in STAGES.items() if stage.after)
 
 def find(name: str) -> Stage:
     """The `Stage` of that name; raises `UserError` if there is none."""
-    require(name in STAGES, f"there is no stage {name}: choose from "
+    require(name in STAGES, f"no such stage: {name}; fix: choose from "
             f"{', '.join(STAGES)}")
     return STAGES[name]
 
@@ -84,7 +84,7 @@ def find(name: str) -> Stage:
 def require_writable(folder: Path = ROOT) -> None:
     """Raise a `UserError` in a clone that one may only read."""
     require(os.access(folder, os.W_OK | os.X_OK), f"{folder} cannot be "
-            "written: work in a clone of your own")
+            "written; fix: work in a clone of your own")
 
 
 def modules_of(stage: str) -> list[str]:

@@ -34,14 +34,14 @@ NETWORK = RUNS / "network.json"
 SHARE = 0.1  # of a step that a part may take which is not training
 # What to try first, by the part that takes more than that.
 ADVICE = {
-    "data": "the input is slow: put the dataset on the node's own disk, or "
-            "into memory (/dev/shm); fewer, larger shards; or the loop itself "
-            "takes time between the passes, such as callbacks",
-    "all-reduce": "communication is exposed: a larger --minibatch-size sends "
-                  "as much for more samples; fewer nodes; a faster network "
-                  "(python -m workshop doctor --ranks)",
-    "waiting": "the ranks do not work equally long: what else runs on the "
-               "node of the slowest?",
+    "data": "input: put the dataset on the node's own disk or in memory "
+            "(/dev/shm), use fewer, larger shards, and do less between the "
+            "passes, such as callbacks",
+    "all-reduce": "exposed communication: use a larger --minibatch-size, "
+                  "which sends as much for more samples, fewer nodes, or a "
+                  "faster network (python -m workshop doctor --ranks)",
+    "waiting": "load imbalance: check what else runs on the node of the "
+               "slowest rank",
 }
 
 
@@ -70,7 +70,7 @@ def explain_step(run: Result, ranks: list[Seconds]) -> Iterator[str]:
            f"{run.tokens_per_second:,.0f} tokens/s"
            + (f", MFU {100 * run.mfu:.0f}%" if run.mfu else ""))
     if not ranks:
-        yield "what that time goes to: start it again with --profile 10"
+        yield "to see where the time goes, start it again with --profile 10"
         return
     mean = average(ranks)
     whole = sum(mean.values())
@@ -79,14 +79,14 @@ def explain_step(run: Result, ranks: list[Seconds]) -> Iterator[str]:
             mean.items(), key=lambda item: -item[1]))
     part = max(ADVICE, key=lambda part: mean[part])
     if mean[part] < SHARE * whole:
-        yield ("that is the work of training: a larger microbatch, --compile "
-               "or a faster device make it shorter")
+        yield ("nearly all of it is computation: a larger microbatch, "
+               "--compile or a faster device shortens it")
         return
     who = ""
     if part == "waiting":  # the others wait for the one that waits least
         times = [rank[part] for rank in ranks]
-        who = f" (rank {times.index(min(times))} is the slowest)"
-    yield f"try first: {ADVICE[part]}{who}"
+        who = f" (rank {times.index(min(times))})"
+    yield f"fix: {ADVICE[part]}{who}"
 
 
 def average(ranks: list[Seconds]) -> Seconds:
@@ -103,8 +103,8 @@ def explain_nodes(run: Result, ranks: list[Seconds]) -> Iterator[str]:
     fewer = [other for other in others if other.stage == run.stage
              and other.nodes < run.nodes and other.alike(run)]
     if not fewer:
-        yield ("no run beside it trains the same on fewer nodes: start one to "
-               "see what the nodes bring")
+        yield ("no run beside it trains the same on fewer nodes; start one to "
+               "see what more nodes gain")
     else:
         yield from compare(run, ranks, fewer[-1])
     if run.sent and STAGES[run.stage].split == "samples":
@@ -116,8 +116,8 @@ def compare(run: Result, ranks: list[Seconds], other: Result) -> Iterator[str]:
     ratio = run.tokens_per_second / other.tokens_per_second
     devices = run.world_size / other.world_size
     yield (f"with {devices:.3g} times the processes of "
-           f"{show_path(other.folder)}, on {run.nodes} nodes for "
-           f"{other.nodes}, it makes {ratio:.2f} times its tokens/s"
+           f"{show_path(other.folder)}, on {run.nodes} nodes instead of "
+           f"{other.nodes}, it reaches {ratio:.2f} times its tokens/s"
            + (": more nodes are slower" if ratio < 1 else ""))
     before = recorded_parts(other.folder)
     if not (ranks and before) or ratio > 0.9 * devices:
@@ -129,7 +129,7 @@ def compare(run: Result, ranks: list[Seconds], other: Result) -> Iterator[str]:
     part = max(lost, key=lambda part: lost[part])
     yield (f"most of that is lost to {part}: {1000 * now[part]:.1f} ms of a "
            f"step, {1000 * then[part]:.1f} ms before"
-           + (f"; try first: {ADVICE[part]}" if part in ADVICE else ""))
+           + (f"; fix: {ADVICE[part]}" if part in ADVICE else ""))
 
 
 def measured_speeds() -> dict[str, float]:
@@ -148,5 +148,5 @@ def explain_network(sent: float) -> str:
         f"{1000 * sent / (1e9 * speed):.1f} ms {where} ({speed:.2f} GB/s)"
         for where, speed in measured_speeds().items())
     return f"a rank sends {sent / 1e6:,.1f} MB in a step: " + (
-        f"that takes {times}, as the doctor measured it" if times else
-        f"{doctor} on these nodes says how long that takes")
+        f"at the doctor's measured speeds that takes {times}" if times else
+        f"run {doctor} on these nodes to see how long that takes")

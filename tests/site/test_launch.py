@@ -110,7 +110,7 @@ def test_what_is_wrong_is_one_line(programs, tmp_path):
     nodes = tmp_path / "nodes"
     nodes.write_text("a\na\nb\n")
     for env, words in (
-            ({"RANK": "0"}, "a rank of a launcher already"),
+            ({"RANK": "0"}, "is a rank already"),
             (SLURM | {"SLURM_TASKS_PER_NODE": "2,1"}, "--ntasks-per-node"),
             (SLURM | {"SLURM_TASKS_PER_NODE": "2(x2),1"}, r"2\(x2\),1 tasks"),
             *((SLURM | {name: junk}, f"unset {name}$") for name in (

@@ -77,7 +77,7 @@ def test_what_is_named_already_or_by_nobody_stays():
         named = dict(env)
         name_ranks(named)
         assert named == env
-    with pytest.raises(UserError, match="as many on each"):
+    with pytest.raises(UserError, match="equally many on each"):
         name_ranks({**STEP, "SLURM_STEP_TASKS_PER_NODE": "4,3"})
 
 
@@ -136,14 +136,14 @@ def test_the_flag_of_the_launcher_before_torchrun(monkeypatch):
 
 @pytest.mark.parametrize(("env", "words"), [
     (SHELL, "no launcher has started"),
-    ({"PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0"}, "how many there are")])
+    ({"PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0"}, "the world size")])
 def test_without_a_launcher_there_is_no_world(env, words):
     with pytest.raises(UserError, match=re.escape(words)):
         join_world(env)
 
 
 @pytest.mark.parametrize(("host", "words"), [
-    ("nowhere.invalid", "nowhere.invalid, which is no host that"),
+    ("nowhere.invalid", "rank 0 should be on nowhere.invalid"),
     # an address for documentation: no machine has it
     ("192.0.2.77", f"export MASTER_ADDR={socket.gethostname()}")])
 def test_rank_0_is_not_where_it_is_said(host, words):
@@ -180,7 +180,7 @@ def test_a_script_that_joins_nobody_does_not_train_twice(data, tmp_path):
         env={**os.environ, "TORCHELASTIC_RUN_ID": "none"}).wait()
     lines = [line for rank in ranks for line in rank.err.splitlines()]
     assert [rank.status for rank in ranks] == [1, 1] and len(lines) == 1
-    assert "does not join them" in lines[0]
+    assert "does not connect them" in lines[0]
     assert not (tmp_path / "run").exists()
 
 

@@ -92,9 +92,9 @@ def test_edits_are_copied_and_those_that_do_not_conflict_stay(course, clone):
         assert copied(clone, name).endswith("# mine\n")
     assert "# mine" in git(clone, "stash", "show", "-p")
     assert copied(clone, LESSON) + "# new\n" == (clone / LESSON).read_text()
-    conflict, = re.findall("changed by you and the course: (.*)", said)
-    assert conflict.startswith(f"{JOB}: the course's is there, yours "
-                               "in code/backups/update-")
+    conflict, = re.findall("changed by you and by the course: (.*)", said)
+    assert conflict.startswith(f"{JOB}; the course's version is there, "
+                               "yours is in code/backups/update-")
     assert git(clone, "status", "--short") == (
         f"M  {other}\n M {WORKING_COPY}\n?? {gone}\n?? mine.txt\n")
     assert "origin/main" in said and "source activate.sh" in said
@@ -119,7 +119,7 @@ def test_it_says_at_once_what_it_does(course, clone):
     """Before git has done anything: on a busy node that takes long."""
     renew(course, JOB)
     said = update(clone).splitlines()
-    steps = ["looking at this clone", "asking for origin/main",
+    steps = ["checking this clone", "fetching origin/main",
              "copying what you edited", "merging origin/main"]
     assert [line for line in said if line in steps] == steps
     programs = clone / "programs"
@@ -131,7 +131,7 @@ def test_it_says_at_once_what_it_does(course, clone):
         env={"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(clone),
              "PYTHONPATH": f"{clone}:{clone}/rankcheck/src"})
     try:
-        assert slow.stdout.readline() == "looking at this clone\n"
+        assert slow.stdout.readline() == "checking this clone\n"
         assert slow.poll() is None
     finally:
         os.killpg(slow.pid, signal.SIGKILL)
@@ -203,7 +203,7 @@ def test_what_git_does_not_put_back_is_said(course, clone):
     out = update(clone)
     assert "# mine" in copied(clone, LESSON)
     assert "# mine" not in (clone / LESSON).read_text()
-    assert "could not be put back: they are in code/backups/update-" in out
+    assert "could not be restored; they are in code/backups/update-" in out
 
 
 def test_what_was_staged_is_copied(course, clone):
@@ -308,7 +308,7 @@ def test_the_script_is_given_back_where_a_conflict_is_left(course, clone):
            PATH=f"{programs}:/usr/bin:/bin")
     end = python(clone, "-m", "workshop", "update", PATH="/usr/bin:/bin")
     assert end.returncode == 1 and "a merge is not finished" in end.stderr
-    assert "is there again" in end.stdout
+    assert "is restored" in end.stdout
     assert (clone / WORKING_COPY).read_text().endswith("# mine\n")
 
 

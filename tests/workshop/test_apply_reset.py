@@ -69,7 +69,7 @@ def test_apply_makes_one_change_and_keeps_what_was_there(repo):
 
 def test_apply_all_makes_the_solution_and_keeps_own_lines(repo):
     workshop(repo, "apply", "ddp", "3", "1")
-    assert "were replaced" not in workshop(repo, "apply", "ddp", "--all")
+    assert "replaced:" not in workshop(repo, "apply", "ddp", "--all")
     assert script(repo).read_bytes() == solution(repo, "ddp")
     assert len(backups(repo)) == 2
     own = solution(repo, "std").replace(
@@ -91,7 +91,8 @@ def test_apply_leaves_alone_what_it_would_break(repo):
             f"        print('bye')\n\n\nif __name__{tail}").encode()
     compile(mine, "mine", "exec")
     script(repo).write_bytes(mine)
-    assert "in the way" in workshop(repo, "apply", "ddp", WRAP, status=1)
+    assert "conflicts with your edits" in workshop(
+        repo, "apply", "ddp", WRAP, status=1)
     assert script(repo).read_bytes() == mine and not backups(repo)
     somewhere_else = 1 + TITLES.index("Begin at this rank's own samples")
     workshop(repo, "apply", "ddp", str(somewhere_else))
@@ -247,21 +248,21 @@ def test_the_list_says_what_an_editor_has_saved_over(repo):
     text = script(repo).read_text()
     workshop(repo, "apply", "ddp", "1", "2")
     workshop(repo, "apply", "ddp", WRAP)
-    assert "any more" not in workshop(repo, "diff", "ddp")
+    assert "no longer has" not in workshop(repo, "diff", "ddp")
     # a change that is edited afterwards is not gone
     made = script(repo).read_text()
     script(repo).write_text(edit(made, ("gradient_as_bucket_view=True", "")))
-    assert "any more" not in workshop(repo, "diff", "ddp")
+    assert "no longer has" not in workshop(repo, "diff", "ddp")
     # JupyterLab's Overwrite, of what the editor shows and an edit in it
     script(repo).write_text(edit(text, ("device = use_device(hp.device)",
                                         "device = use_device('cpu')")))
     said = workshop(repo, "diff", "ddp")
-    assert f"changes 1 2 {WRAP}. Did" in said
+    assert f"changes 1 2 {WRAP}, but the script no longer has" in said
     again, = re.findall(r"`python -m workshop (apply [^`]+)`", said)
     workshop(repo, *again.split())
-    assert "any more" not in workshop(repo, "diff", "ddp")
+    assert "no longer has" not in workshop(repo, "diff", "ddp")
     workshop(repo, "reset", "--undo")  # by which they go, too
-    assert "any more" not in workshop(repo, "diff", "ddp")
+    assert "no longer has" not in workshop(repo, "diff", "ddp")
 
 
 def test_apply_says_which_lines_of_ones_own_gave_way(repo):
@@ -273,7 +274,7 @@ def test_apply_says_which_lines_of_ones_own_gave_way(repo):
     out = workshop(repo, "apply", "ddp", "--all")
     assert "print('mine', loss)" not in script(repo).read_text()
     line = text[:text.index("print('mine'")].count("\n") + 1
-    assert f"of yours were replaced by the lesson's:\n  {line}             " \
+    assert f"Your lines that the lesson's replaced:\n  {line}             " \
         "print('mine', loss)\n" in out
 
 
@@ -328,7 +329,7 @@ def test_what_cannot_be_read_does_not_break_the_list(repo):
     for k, (name, what) in enumerate((
             ("code/train_gpt2.py", "is not UTF-8"),
             ("20260101-000001", "null byte"),
-            ("20260101-000002", "is not there"),
+            ("20260101-000002", "does not exist"),
             ("20260101-000003", "ddp"),
             ("20260101-000004", "not a regular file")), 1):
         assert lines[k].startswith(name) and what in lines[k]
@@ -349,10 +350,10 @@ def test_a_full_disk_keeps_the_script(repo):
 
 def test_a_wrong_word_is_one_line(repo):
     for words, complaint in (
-            (("dif", "ddp"), "there is no command dif"),
+            (("dif", "ddp"), "no such command: dif"),
             (("check", "std"), "invalid choice: 'std'"),
-            (("apply", "ddp"), "give the numbers of changes, or --all"),
-            (("apply", "ddp", str(N + 1)), f"has changes 1 to {N}"),
+            (("apply", "ddp"), "give their numbers, or --all"),
+            (("apply", "ddp", str(N + 1)), f"no such change: {N + 1}"),
             (("apply", "ddp", "x"), "invalid int value: 'x'"),
             (("launch", "ddp", "--preset", "tiny"),
              "tiny: the script's own come aft"),
@@ -383,7 +384,7 @@ def test_apply_all_keeps_what_the_check_has_found_right(repo):
     assert f"5 of {N} changes left" in workshop(repo, "diff", "ddp")
     out = workshop(repo, "apply", "ddp", "--all")
     assert "kept change 8 as you wrote it" in out
-    assert f"0 of {N} changes left" in out and "were replaced" not in out
+    assert f"0 of {N} changes left" in out and "replaced:" not in out
     assert "S // whole_round" in script(repo).read_text()
     assert "all 13 changes are made" in workshop(repo, "diff", "ddp")
     # by its number, it is made all the same

@@ -64,7 +64,7 @@ def test_a_file_of_ones_own_is_kept(clone):
     own.write_text("mine")
     assert "is kept" in workshop(clone, "certificate", status=1)
     assert own.read_text() == "mine"
-    assert "no run with a checkpoint" in workshop(
+    assert "not a run with a checkpoint" in workshop(
         clone, "certificate", "--run", "code", "-o", "x.html", status=1)
 
 
@@ -94,4 +94,4 @@ def test_the_model_of_a_run_writes(clone, data):
     failed = python(clone, "-m", "workshop", "certificate", "--run",
                     "runs/first")
     assert failed.returncode == 1
-    assert "runs/first writes no text: " in failed.stderr
+    assert "runs/first generates no text: " in failed.stderr

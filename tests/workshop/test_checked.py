@@ -62,7 +62,7 @@ def test_a_record_that_cannot_be_written_is_one_line(script, capsys):
     passed_checks.RECORD.mkdir()
     passes(script, DDP)
     said = capsys.readouterr().err
-    assert re.fullmatch(r"warning: \S+/.checked.json does not know .*\n", said)
+    assert re.fullmatch(r"warning: this check is not recorded .*\n", said)
     assert not has_passed(script)
     assert working_copy.choose("ddp")[0] == STAGES["ddp"].solution
 
@@ -71,7 +71,7 @@ def test_a_record_that_cannot_be_written_is_one_line(script, capsys):
 
 
 def test_the_diff_of_a_checked_script_says_that_it_is_right(script):
-    words = "checked: right; what remains is style"
+    words = "passed the check; what remains is style"
 
     def shown():
         diff = Diff("ddp", script)
@@ -124,7 +124,7 @@ def test_what_a_batch_file_trains_with(script):
     assert said.startswith(f"warning: {show_path(script)} was edited after it")
     script.write_text(LIT)
     path, said = working_copy.choose("ddp")
-    assert path == STAGES["ddp"].solution and "is nearer to lit" in said
+    assert path == STAGES["ddp"].solution and "is closer to lit" in said
     passes(script, LIT, "lit")
     assert working_copy.choose("ddp")[0] == STAGES["ddp"].solution
     assert working_copy.choose("lit")[0] == script
@@ -133,7 +133,7 @@ def test_what_a_batch_file_trains_with(script):
     script.unlink()
     path, said = working_copy.choose("ddp")
     assert path == STAGES["ddp"].solution
-    assert "is not there: was it moved" in said
+    assert "does not exist; fix: move it back" in said
 
 
 def test_the_command_prints_a_path_and_says_why_beside_it(tmp_path):

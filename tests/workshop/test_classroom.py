@@ -109,7 +109,7 @@ def test_the_jobs_of_the_course(tmp_path, monkeypatch):
     squeue = program(tmp_path / "squeue", "#!/bin/sh\necho 'PENDING ddp-1n2g\n"
                      "RUNNING std\nRUNNING somebody else\n"
                      "PENDING ddp-1n4g'\n")
-    assert classroom.count_jobs() == "Jobs: 2 wait in the queue, 1 run."
+    assert classroom.count_jobs() == "Jobs: 2 waiting in the queue, 1 running."
     squeue.write_text("#!/bin/sh\nexit 1\n")
     assert classroom.count_jobs() == ""
 
@@ -117,7 +117,7 @@ def test_the_jobs_of_the_course(tmp_path, monkeypatch):
 def test_a_page_that_is_not_ours_is_kept(tmp_path):
     page = tmp_path / "page.html"
     page.write_text("my thesis")
-    assert "name another page with -o" in workshop(
+    assert "choose another page with -o" in workshop(
         ROOT, "class", tmp_path, "-o", page, status=1)
     assert page.read_text() == "my thesis"
 

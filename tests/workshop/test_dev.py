@@ -80,7 +80,7 @@ def test_what_does_not_fit(clone, spoil, says):
 
 def test_an_unknown_stage_is_a_line():
     status, out = check(ROOT, "ddq")
-    assert status and out.startswith("error: there is no stage ddq")
+    assert status and out.startswith("error: no such stage: ddq")
 
 
 def test_a_new_stage_is_checked_by_the_same_command(clone):

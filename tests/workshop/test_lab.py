@@ -143,7 +143,7 @@ def come_to_start_here(page, url, shell, keep):
         files.locator(".jp-DirListing-item", has_text=name).dblclick()
     lesson = Lesson(page)
     # as a newcomer sees it
-    assert "Your script is std. What can follow:" in lesson.run("journey()")
+    assert "Your script is std. Next lessons:" in lesson.run("journey()")
     page.keyboard.press("Escape")
     page.keyboard.press("Control+Home")
     page.locator(".jp-NotebookPanel h1").scroll_into_view_if_needed()
@@ -301,7 +301,8 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     assert page.evaluate("faint_texts(50)")  # it would be seen
 
     script.rename(script.with_suffix(".gone"))  # which ends no watching
-    lesson.expect(page.locator(".ws", has_text="is not there")).to_be_visible()
+    lesson.expect(page.locator(
+        ".ws", has_text="does not exist")).to_be_visible()
     script.with_suffix(".gone").rename(script)
     lesson.expect(view).to_contain_text(f"1 of {total} changes left")
     lesson.paste(ready)
@@ -354,7 +355,7 @@ def test_the_journey_from_ddp(page, lab, repo):
     made = lesson.run_instead("# remove a #", 'apply("lit", 2, 3)',
                               "Shift+Enter")
     assert "made change 3" in made
-    advice = "Reopen the script if", "throws these changes away."
+    advice = "Reopen the script if", "Overwrite discards these changes."
     for words in advice:
         lesson.readable(words)
     page.wait_for_timeout(1000)  # the list has followed
@@ -493,7 +494,7 @@ def test_the_journey_to_the_first_submitted_job(
     wait_for(lambda: opened.exists() and opened.read_text(), 30)
     page.goto(opened.read_text().strip())
     see_both(page, "Start here")  # nothing has been trained yet
-    assert "Your script is std. What can follow: ddp mpi kernels" in (
+    assert "Your script is std. Next lessons: ddp mpi kernels" in (
         tmp_path / "lab.log").read_text()
     lesson = Lesson(page)
 

@@ -197,7 +197,7 @@ def test_what_a_cell_started_was_killed():
     lines = []
     status = cells.interpreter.run(
         "-c", "import os; os.kill(os.getpid(), 9)", on_line=lines.append)
-    assert status == -9 and lines[0].startswith("error: the system ended a")
+    assert status == -9 and lines[0].startswith("error: the system killed a")
 
 
 def test_the_stop_button_lets_a_run_say_how_to_go_on():
@@ -274,11 +274,11 @@ def test_cells_make_changes_and_take_them_back(repo):
     assert script.read_text() == STAGES["ddp"].solution.read_text()
     say({"undo()": "is now as it was before `apply ddp",
          'reset("std")': "is now std",
-         'apply("ddp", 99)': "there is no change 99",
-         'apply("ddp")': "which changes?",
+         'apply("ddp", 99)': "no such change: 99",
+         'apply("ddp")': "no changes are named",
          'apply("ddp", "3")': "by their numbers",
-         "apply(3)": "there is no stage 3",
-         'reset("gpt")': "there is no stage gpt"})
+         "apply(3)": "no such stage: 3",
+         'reset("gpt")': "no such stage: gpt"})
     assert script.read_text() == STAGES["std"].solution.read_text()
 
 
@@ -665,8 +665,8 @@ def test_lessons_say_what_is_wrong_in_a_line(bare, execute):
         "diff": "Not Python yet, line 1", "slurm": "There is no SLURM",
         "queue": "There is no SLURM", "submit": "There is no SLURM",
         "log": "no job of yours has written a log yet",
-        "runs": "runs/just-begun: there is no hyperparameters.json",
-        "plot": "runs/just-begun: there is no hyperparameters.json"}
+        "runs": "runs/just-begun: no hyperparameters.json",
+        "plot": "runs/just-begun: no hyperparameters.json"}
     books = {name: [cell for cell in code_of(name)
                     if kind_of(cell) in expected]
              for name in ("diff_ddp", "results")}
@@ -695,8 +695,8 @@ def test_a_message_in_a_cell_names_what_one_can_call_there():
     for said, shown in (
             ("`python -m workshop reset std`", '`reset("std")`'),
             ("`python -m workshop reset --list`", "`reset()`"),
-            ("`python -m workshop reset --undo` puts it back",
-             "`undo()` puts it back"),
+            ("`python -m workshop reset --undo` restores it",
+             "`undo()` restores it"),
             ("`python -m workshop check ddp 12`", '`check("ddp", 12)`'),
             ("`python -m workshop diff ddp --no-hints`",
              '`diff("ddp", hints=False)`'),

@@ -52,7 +52,7 @@ def test_it_is_accepted_once_it_is_restored_or_staged(clone):
 def test_an_edited_lesson_and_what_the_doctor_says(clone):
     slip(clone, "workshop/lessons/ddp.md")
     said = python(clone, "-m", "workshop", "doctor").stdout
-    assert "TO DO  course: workshop/lessons/ddp.md was edited" in said
+    assert "FAIL   course: workshop/lessons/ddp.md was edited" in said
 
 
 @pytest.mark.whole

@@ -199,7 +199,7 @@ def test_a_command_says_that_a_python_is_too_old(old_python, words, status):
               PYTHONPATH=SOURCES[1])
     assert end.returncode == status and not end.stdout
     assert re.fullmatch(
-        r"error: \S+ is Python 3\.9\.\d+, and \w+ ?\w* needs 3\.10 or later: "
+        r"error: \S+ is Python 3\.9\.\d+, and \w+ ?\w* needs 3\.10 or later; "
         r".+\n", end.stderr), end.stderr
 
 
@@ -249,8 +249,8 @@ def test_what_needs_a_package_says_so_in_a_line(words):
         [oldest_python(), "-S", "-m", "workshop", *words.split()], cwd=ROOT,
         capture_output=True, text=True)
     assert end.returncode == 1
-    assert re.fullmatch(r"error: \S+ has no \w+: run `source activate\.sh` "
-                        r"first\n", end.stderr), end.stderr
+    assert re.fullmatch(r"error: \S+ has no \w+; fix: run `source "
+                        r"activate\.sh`\n", end.stderr), end.stderr
 
 
 @pytest.mark.whole

@@ -144,10 +144,10 @@ def test_what_cannot_be_read_is_said(runs, tmp_path):
     found, notes = results.find()
     assert [run.folder.name for run in found] == ["mine"]
     text = "\n".join(notes)
-    assert "empty: there is no hyperparameters.json" in text
-    assert "begun: no step is finished yet" in text
-    assert "damaged/hyperparameters.json is damaged (" in text
-    with pytest.raises(UserError, match="there is no hyperparameters"):
+    assert "empty: no hyperparameters.json" in text
+    assert "begun: no step has finished yet" in text
+    assert "damaged/hyperparameters.json is corrupt (" in text
+    with pytest.raises(UserError, match="no hyperparameters"):
         results.find([runs / "empty"])
 
 
@@ -277,12 +277,12 @@ def test_runs_of_other_lengths_part_after_the_warm_up():
 def test_plot_says_what_is_wrong_in_a_line(tmp_path, monkeypatch):
     """matplotlib would write folder.png for "folder"."""
     said = workshop(ROOT, "plot", "nowhere", status=1)
-    assert "nowhere: there is no hyperparameters.json" in said
+    assert "nowhere: no hyperparameters.json" in said
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     for name, message in (
-            ("folder", "folder: name a file that ends in .png"),
-            ("all.xyz", "all.xyz: name a file that ends in .png"),
+            ("folder", "folder: unknown format; fix: end the name"),
+            ("all.xyz", "all.xyz: unknown format; fix: end the name"),
             ("not/there.png", "not/there.png could not be written")):
         with pytest.raises(UserError, match=message):
             draw(name, EXAMPLES)
@@ -297,7 +297,7 @@ def test_plot_replaces_only_what_it_has_made(tmp_path, kind):
     link.symlink_to(mine)
     os.mkfifo(tmp_path / f"fifo.{kind}")
     for file in mine, link, tmp_path / f"fifo.{kind}":
-        with pytest.raises(UserError, match="name another file with -o"):
+        with pytest.raises(UserError, match="choose another file with -o"):
             draw(file, EXAMPLES[:1])
     assert mine.read_text() == "MINE"
     for _ in range(2):

@@ -164,8 +164,8 @@ class Bench:
             run = self.make_once(planned)
         size = planned.mesh.size
         require(run.gave_up != "unstarted", "mpirun does not start the "
-                f"processes: does `mpirun -n {size} hostname` print {size} "
-                "lines?")
+                f"processes; fix: see why `mpirun -n {size} hostname` does "
+                f"not print {size} lines")
         return run
 
     def make_once(self, planned: PlannedRun) -> StageRun:

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 from backstage.errors import require
+from rankcheck.engine.findings import count_of
 from workshop.cluster.config import make_environment
 from workshop.cluster.control import Cluster
 from workshop.cluster.settings import (
@@ -20,9 +21,9 @@ from workshop.cluster.settings import (
 
 NAME = "main"
 ACTIONS = """\
-up: start a cluster, or those of its parts that do not run. status: say what
-runs. down: end it with all its jobs, and remove its folder. kill NODE: let a
-node crash. start NODE: let it come back."""
+up: start a cluster, or its parts that are not running. status: list its parts.
+down: end it with all its jobs, and remove its folder. kill NODE: crash a node.
+start NODE: start it again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,9 +43,11 @@ def main(args: argparse.Namespace) -> int:
     """Do what the command line says; return the exit status."""
     action = args.action
     if action in ("kill", "start"):
-        require(args.node, f"cluster {action} takes a node, such as node2")
+        require(args.node, f"cluster {action} needs a node; fix: name one, "
+                "such as node2")
     else:
-        require(not args.node, f"cluster {action} takes no node")
+        require(not args.node, f"cluster {action} takes no node; fix: leave "
+                f"{args.node} out")
     cluster = Cluster(find_place(args.name))
     if action == "up":
         return start(cluster, args)
@@ -54,7 +57,7 @@ def main(args: argparse.Namespace) -> int:
         return end(cluster, args.name)
     if action == "kill":
         cluster.kill_node(args.node)
-        say(f"{args.node} has crashed; to let it come back: python -m "
+        say(f"{args.node} has crashed; to start it again: python -m "
             f"workshop cluster start {args.node}")
         return 0
     cluster.start_part(args.node)
@@ -70,12 +73,12 @@ def say(text: str) -> None:
 def end(cluster: Cluster, name: str) -> int:
     """End a cluster; say what stays in the shell that has used it."""
     if not cluster.down():
-        say(f"there is no cluster {name}")
+        say(f"no cluster {name} is up")
         return 0
     say(f"cluster {name} is down")
     if os.environ.get("SLURM_CONF") == str(cluster.place.config):
-        say("this shell's SLURM commands still ask it: for another SLURM, "
-            "open a new shell")
+        say("this shell's SLURM commands still look for it; for another "
+            "SLURM, open a new shell")
     return 0
 
 
@@ -84,9 +87,9 @@ def choose_settings(cluster: Cluster, args: argparse.Namespace
     """Return the settings that the command line asks for, if any."""
     nodes, gpus = args.nodes, args.gpus
     require(nodes is None or 1 <= nodes <= MOST_NODES,
-            f"--nodes is a number from 1 to {MOST_NODES}")
+            f"--nodes must be from 1 to {MOST_NODES}")
     require(gpus is None or 1 <= gpus <= MOST_GPUS,
-            f"--gpus is a number from 1 to {MOST_GPUS}")
+            f"--gpus must be from 1 to {MOST_GPUS}")
     if nodes is None and gpus is None:
         return None
     known = cluster.settings() or Settings()
@@ -102,10 +105,11 @@ def start(cluster: Cluster, args: argparse.Namespace) -> int:
     settings, begin = choose_settings(cluster, args), time.monotonic()
     cluster.up(settings)
     known = cluster.settings() or Settings()
-    say(f"cluster {args.name}: {known.nodes} nodes with {known.gpus} "
-        f"simulated GPUs each are up ({time.monotonic() - begin:.0f} s)")
+    say(f"cluster {args.name} is up: {count_of(known.nodes, 'node')} with "
+        f"{count_of(known.gpus, 'simulated GPU')} each "
+        f"({time.monotonic() - begin:.0f} s)")
     if sys.stdout.isatty():
-        print("In each shell that is to use it, type:\n"
+        print("Type in each shell that is to use it:\n"
               f"    source {cluster.place.environment}")
     else:
         print(make_environment(cluster.place), end="")
@@ -116,8 +120,8 @@ def show_status(cluster: Cluster) -> int:
     """Print a line for each part; return 1 if one does not run."""
     parts = cluster.parts()
     if not parts:
-        print(f"no cluster in {cluster.place.folder}: python -m workshop "
-              "cluster up starts one")
+        print(f"no cluster in {cluster.place.folder}; fix: python -m "
+              "workshop cluster up")
         return 1
     states = cluster.ask_states()
     broken = [part for part in parts if not part.runs]
@@ -128,9 +132,9 @@ def show_status(cluster: Cluster) -> int:
         if part.runs:
             print(f"ok    {part.name}{detail}")
         else:
-            print(f"FAIL  {part.name} does not run")
+            print(f"FAIL  {part.name} is not running")
     if not broken and not is_up:
-        print("FAIL  its start has not come to its end")
+        print("FAIL  its start is unfinished")
     if broken or not is_up:
         print("      fix: python -m workshop cluster up")
     else:

@@ -33,8 +33,8 @@ from workshop.cluster.settings import Place, Settings, require_own
 
 PATIENCE = 120  # seconds for all nodes to come up, on a busy machine
 SPACE = 50_000_000  # bytes: logs, and the jobs that wait
-NO_SPACE = ("no space left on device: the cluster needs 50 MB in {}: free "
-            "some, or set TMPDIR")
+NO_SPACE = ("no space left on device: the cluster needs 50 MB in {}; fix: "
+            "free some, or set TMPDIR")
 DAEMONS = ("munged", "slurmctld")
 # States of sinfo in which a node does not answer; it also adds a * to others
 SILENT = ("", "down", "unknown")
@@ -107,8 +107,8 @@ class Cluster:
                 self.start(settings or known or Settings(), programs)
                 return
             require(not settings or settings == known, f"{self.place.folder} "
-                    "is up, with other settings: python -m workshop cluster "
-                    "down first")
+                    "is up with other settings; fix: python -m workshop "
+                    "cluster down")
             names = [part.name for part in self.parts()]
             for part in self.parts():
                 if not part.runs:
@@ -186,8 +186,8 @@ class Cluster:
                 return
             require(self.has_namespaces(), "the cluster did not start")
             require(time.monotonic() < end,
-                    f"{', '.join(missing)} did not come up in {PATIENCE} s: "
-                    "python -m workshop cluster down, then up")
+                    f"{', '.join(missing)} did not come up in {PATIENCE} s; "
+                    "fix: python -m workshop cluster down, then up")
             time.sleep(0.1)
 
     def find_missing(self, names: list[str]) -> list[str]:
@@ -273,11 +273,12 @@ class Cluster:
 
     def require_part(self, name: str, *, nodes_only: bool = False) -> None:
         """Raise a `UserError` unless the cluster is up and has this part."""
-        require(self.is_up(), f"the cluster in {self.place.folder} is not up: "
-                "python -m workshop cluster up")
+        require(self.is_up(), f"the cluster in {self.place.folder} is not up; "
+                "fix: python -m workshop cluster up")
         names = [part.name for part in self.parts()
                  if not (nodes_only and part.name in DAEMONS)]
-        require(name in names, f"{name} is none of {', '.join(names)}")
+        require(name in names, f"no such part: {name}; fix: choose from "
+                f"{', '.join(names)}")
 
     def down(self) -> bool:
         """End the cluster and all its jobs, and remove its folder.
@@ -349,7 +350,7 @@ def lock_folder(folder: Path) -> int:
             folder.mkdir(mode=0o700, exist_ok=True)
             opened = os.open(folder, flags)
         except OSError as error:
-            raise UserError(f"{folder} cannot be used: {error.strerror}: "
+            raise UserError(f"{folder} cannot be used: {error.strerror}; fix: "
                             "remove what has its name, or set TMPDIR"
                             ) from error
         try:

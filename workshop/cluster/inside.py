@@ -36,12 +36,12 @@ NAME_CACHE = Path("/var/run/nscd")
 def main() -> None:
     kind, folder, *names = sys.argv[1:]
     # it mounts files, and sets the host's name: never in the machine's own
-    require(os.getpid() == 1, "this is the first process of a cluster's "
-            "namespaces: python -m workshop cluster up starts it there")
+    require(os.getpid() == 1, "this program is the first process of a "
+            "cluster's namespaces; fix: python -m workshop cluster up")
     place = Place(Path(folder))
     settings = place.read()
     if settings is None:
-        raise UserError(f"there is no cluster in {folder}")
+        raise UserError(f"no cluster in {folder}")
     require_own_start(place)
     if kind == "cluster":
         Controller(place, settings).run()

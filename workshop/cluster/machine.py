@@ -27,7 +27,7 @@ TRIAL = """\
 mount -t tmpfs none /mnt || exit 3
 ip link add br0 type bridge && ip link add a0 type veth peer name a1 || exit 4
 """
-CONTAINER = "docs/cluster.md says how a container gets them"
+CONTAINER = "see docs/cluster.md"
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ def find_programs() -> Programs:
     Raises:
         UserError: the machine lacks something.
     """
-    require(sys.platform == "linux", "SLURM runs on Linux alone: use the "
+    require(sys.platform == "linux", "SLURM runs only on Linux; fix: use the "
             "container, docs/cluster.md")
     missing = [name for name in PACKAGES
                if not shutil.which(name, path=search_path())]
     packages = " ".join(dict.fromkeys(PACKAGES[name] for name in missing))
-    require(not missing, f"{', '.join(missing)} not installed: sudo apt-get "
-            f"install --no-install-recommends {packages} (Debian, Ubuntu; it "
-            "is your decision, nothing is installed for you)")
+    require(not missing, f"{', '.join(missing)} not installed; fix: sudo "
+            f"apt-get install --no-install-recommends {packages} (Debian, "
+            "Ubuntu; nothing is installed for you)")
     sbatch = find_sbatch()
     # a client would ask for a configuration
     said = subprocess.run(
@@ -93,13 +93,13 @@ def find_programs() -> Programs:
         env={**os.environ, "PATH": search_path()}).stdout
     version = re.search(r"(\d+)\.(\d+)", said)
     if not version:
-        raise UserError(f"slurmd -V says no version: {said[:60]!r}")
+        raise UserError(f"slurmd -V prints no version: {said[:60]!r}")
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
         user = ""
     require(user, f"user {os.getuid()} has no name on this machine, which "
-            "SLURM asks for: add a line to /etc/passwd")
+            "SLURM needs; fix: add a line to /etc/passwd")
     return Programs(sbatch, tuple(map(int, version.groups())), user,
                     os.geteuid() == 0)
 
@@ -132,14 +132,14 @@ def require_namespaces(is_root: bool) -> None:
         return
     said = (end.stderr.strip().splitlines() or ["no reason is given"])[0]
     require(end.returncode != 4, f"this kernel cannot connect the nodes "
-            f"({said}): sudo modprobe -a bridge veth")
+            f"({said}); fix: sudo modprobe -a bridge veth")
     for switch in SWITCHES:
         require(is_root or not switch.is_forbidding(), "this machine does not "
-                f"let you make namespaces: sudo sysctl -w {switch.name}="
-                f"{switch.allows} (until it starts again), or start the "
+                f"let you make namespaces; fix: sudo sysctl -w {switch.name}="
+                f"{switch.allows} (until the next boot), or start the "
                 "cluster in a root shell (sudo -s)")
-    advice = f"in a container? {CONTAINER}"
+    advice = f"in a container, {CONTAINER}"
     if not is_root:
         advice = f"start it in a root shell (sudo -s); {advice}"
-    raise UserError(f"this machine allows no namespaces here ({said}): "
+    raise UserError(f"this machine allows no namespaces here ({said}); fix: "
                     f"{advice}")

@@ -95,8 +95,8 @@ def kill_all(place: Place) -> None:
     while found := find_processes(place):
         first = found[0]
         require(time.monotonic() < end, f"process {first.pid} "
-                f"({first.program}) does not end: it may wait for a disk; "
-                "look at it with ps, then try again")
+                f"({first.program}) does not end, perhaps because it waits "
+                "for a disk; fix: look at it with ps, then try again")
         kill(found)
         time.sleep(0.05)
 

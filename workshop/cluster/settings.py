@@ -126,9 +126,9 @@ class Place:
             files = []
             with contextlib.suppress(FileNotFoundError):
                 files = os.listdir(self.folder)
-            require(not files, f"{self.folder} has no mark of a cluster "
-                    f"({self.mark.name}), so nothing in it is changed: move "
-                    "it away, or give another --name")
+            require(not files, f"{self.folder} is not a cluster's folder (it "
+                    f"has no {self.mark.name}), and is unchanged; fix: move "
+                    "it away, or choose another --name")
             return None
         try:
             found = json.loads(self.mark.read_text("utf-8"))
@@ -147,13 +147,13 @@ def find_place(name: str) -> Place:
             the folder above it.
     """
     require(re.fullmatch(r"[a-z0-9][a-z0-9-]{0,19}", name),
-            f"a cluster's name is at most 20 small letters, digits and "
-            f"hyphens, not {name!r}")
+            f"{name!r} is not a cluster's name; fix: use at most 20 "
+            "lower-case letters, digits and hyphens")
     # not Python's own choice: that is another folder if this one is full
     temporary = os.environ.get("TMPDIR") or "/tmp"
     require(re.fullmatch(rf"[\w./+-]{{1,{LONGEST_PATH - 40}}}", temporary),
             f"SLURM's files cannot be in {temporary}, which is too long or "
-            "has unusual characters: set TMPDIR=/tmp")
+            "has unusual characters; fix: set TMPDIR=/tmp")
     above = Path(temporary) / f"workshop-cluster-{os.getuid()}"
     try:
         found = above.lstat()
@@ -171,4 +171,5 @@ def require_own(folder: Path, found: os.stat_result) -> None:
     """
     require(stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
             and not found.st_mode & 0o022,
-            f"another user may write in {folder}: remove it, or set TMPDIR")
+            f"another user may write to {folder}; fix: remove it, or set "
+            "TMPDIR")

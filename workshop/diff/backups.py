@@ -41,13 +41,13 @@ def read_script(path: StrPath, most: int = LARGEST) -> bytes:
         data = read_regular(path, most + (most > 0))
     except FileNotFoundError:
         raise UserError(
-            f"{name} is not there: was it moved or renamed? `python -m "
-            f"workshop reset {FIRST}` puts a new one there, `reset --list` "
-            "shows what was there before") from None
+            f"{name} does not exist; fix: move it back, or make a new one: "
+            f"`python -m workshop reset {FIRST}`; `reset --list` lists its "
+            "earlier versions") from None
     except OSError as error:
         raise UserError(f"{name} cannot be read: {error.strerror}") from None
     require(most < 0 or len(data) <= most, f"{name} has more than {most:,} "
-            "bytes, too many for a script: is it another file?")
+            "bytes, too many for a script; fix: check that it is your script")
     return data
 
 
@@ -101,12 +101,12 @@ def replace_working_copy(data: bytes, before: bytes | None,
         require(not (target.exists() and stage.solution.exists()
                      and target.samefile(stage.solution)),
                 f"{name} is a link to {show_path(stage.solution)},"
-                f" which is to stay: `rm {name}`, then `python -m "
-                f"workshop reset {stage.name}`")
+                f" which must not change; fix: `rm {name}`, then "
+                f"`python -m workshop reset {stage.name}`")
 
     def require_the_same(found: bytes | None) -> None:
         require(found == before, f"{name} was saved meanwhile and "
-                "is left as it is: try again")
+                "is unchanged; fix: try again")
 
     backup: Path | None = None
     require_writable()

@@ -57,8 +57,8 @@ def add_apply(parser: argparse.ArgumentParser) -> None:
 
 
 def apply(args: argparse.Namespace) -> None:
-    require(args.all != bool(args.numbers), "give the numbers of changes, or "
-            "--all: see python -m workshop apply --help")
+    require(args.all != bool(args.numbers), "no changes are named; fix: give "
+            "their numbers, or --all: see python -m workshop apply --help")
     require_originals()
     working_copy.apply(args.stage, args.numbers)
 

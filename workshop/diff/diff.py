@@ -62,7 +62,7 @@ class Script:
             raise UserError(f"{name} is not UTF-8 text ({error})") from None
         line = text[:text.find("\0") + 1].count("\n") + 1
         require("\0" not in text, f"{name} has a null byte in line {line}, "
-                "so it is not Python: delete that character")
+                "so it is not Python; fix: delete that character")
         self.raw = list(io.StringIO(text, newline=""))  # with their line ends
         self.lines = [line.rstrip().expandtabs(4) for line in self.raw]
         code = [strip_comment(line) for line in self.lines]
@@ -289,8 +289,8 @@ class Diff:
 
     def require_change(self, number: int) -> None:
         require(number in range(1, self.total + 1),
-                f"there is no change {number}: "
-                f"{self.stage} has changes 1 to {self.total}")
+                f"no such change: {number}; fix: choose from those of "
+                f"{self.stage}, 1 to {self.total}")
 
     def _parts(self) -> Iterator[tuple[int | None, Span]]:
         """The differences, cut where another change of the lesson begins.

@@ -69,8 +69,8 @@ class Change:
 
 def load(stage: str) -> list[Change]:
     """The `Change`s that make the stage, in the order they are taught."""
-    require(stage in LESSONS, f"no lesson makes a stage {stage}: choose from "
-            f"{', '.join(LESSONS)}")
+    require(stage in LESSONS, f"no lesson leads to a stage {stage}; fix: "
+            f"choose from {', '.join(LESSONS)}")
     path = STAGES[stage].lesson
     return parse(path.read_text("utf-8"), show_path(path))
 

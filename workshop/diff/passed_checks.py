@@ -39,8 +39,8 @@ def record(stage: str, data: bytes) -> None:
         if has_passed(stage, data):  # it is written, as the error says
             warn(str(error))
             return
-        warn(f"{show_path(RECORD)} does not know of this check: batch files "
-             f"will not train with this script ({error})")
+        warn(f"this check is not recorded in {show_path(RECORD)} ({error}), "
+             "so batch files will not train with this script")
 
 
 def has_passed(stage: str, data: bytes) -> bool:

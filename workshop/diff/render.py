@@ -56,7 +56,7 @@ def headline(diff: Diff) -> str:
     """In one line, how far the script is."""
     name, (left, right) = show_path(diff.script.path), split(diff)
     if (right or diff.other_changes) and is_checked(diff):
-        return f"{name} is checked: right; what remains is style"
+        return f"{name} has passed the check; what remains is style"
     if left:
         text = f"{name}: {len(left)} of {diff.total} changes left"
     elif right or diff.other_changes:
@@ -73,20 +73,20 @@ def advice(diff: Diff) -> str:
     """What to do next, in one line."""
     stage, (left, right) = diff.stage, split(diff)
     if is_checked(diff):
-        return ("It passed the check: what you wrote differently may "
-                "stay." if right or diff.other_changes else
-                "It passed the check, too.")
+        if right or diff.other_changes:
+            return "It passed the check: your differences may stay."
+        return "It passed the check, too."
     other = diff.other_stage() if left else ""
     if other:
         start = find(stage).after
         return (f"This is the stage {other}, but the lesson starts from "
-                f"{start}: `python -m workshop reset {start}` puts it there "
-                "and keeps yours.")
+                f"{start}; fix: `python -m workshop reset {start}`, which "
+                "backs yours up.")
     if left or diff.script.syntax_error:
         return "Change the script and save it (Ctrl+S, Cmd+S)."
     if right or diff.other_changes:
         return (f"Your own code may differ from ours: `python -m workshop "
-                f"check {stage}` tells you whether it is right.")
+                f"check {stage}` tests whether it is correct.")
     return f"Next: `python -m workshop check {stage}`"
 
 
@@ -188,10 +188,9 @@ def warnings(diff: Diff) -> Iterator[str]:
     if gone:
         numbers = " ".join(map(str, gone))
         which = "change" if len(gone) == 1 else "changes"
-        yield (f"Not in the script any more, though `apply` made them: {which}"
-               f" {numbers}. Did the editor save an older version over it? "
-               f"`python -m workshop apply {diff.stage} {numbers}` makes them "
-               "again.")
+        yield (f"`apply` made {which} {numbers}, but the script no longer has "
+               f"them: an editor may have saved an older version. fix: "
+               f"`python -m workshop apply {diff.stage} {numbers}`")
 
 
 # ----------------------------------------------------------------- terminal

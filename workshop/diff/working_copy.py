@@ -34,8 +34,8 @@ from workshop.results import runs
 from workshop.stages import LESSONS, STAGES, WORKING_COPY, find
 
 REOPEN = ("Reopen the script if an editor shows the old one. In JupyterLab, "
-          "click into it, then File > Reload Python File from Disk; should "
-          "JupyterLab ask, take Revert: Overwrite throws these changes away.")
+          "click into it, then File > Reload Python File from Disk; if "
+          "JupyterLab asks, choose Revert: Overwrite discards these changes.")
 
 
 def changes_passed(diff: Diff) -> list[RemainingChange]:
@@ -65,7 +65,7 @@ def apply(stage: str, numbers: Sequence[int] = ()) -> None:
     right = {item.number for item in changes_passed(diff)}
     chosen = left & set(numbers) if numbers else left - right
     if not chosen:
-        what = "those changes are" if numbers else "every change is"
+        what = "these changes are" if numbers else "all changes are"
         print(f"{what} already made; {show_path(WORKING_COPY)} is unchanged")
         return
     line = 1 + min(edit[0] for item in diff.remaining if item.number in chosen
@@ -75,8 +75,8 @@ def apply(stage: str, numbers: Sequence[int] = ()) -> None:
     require({item.number for item in after.remaining} == left - chosen
             and len(after.other_changes) <= len(diff.other_changes)
             and (diff.script.syntax_error or not after.script.syntax_error),
-            f"your changes around line {line} are in the way: make this one "
-            f"by hand, or `python -m workshop reset {stage}`")
+            f"this change conflicts with your edits near line {line}; fix: "
+            f"make it by hand, or `python -m workshop reset {stage}`")
     made = "-".join(map(str, sorted(chosen)))
     backup = replace_working_copy(
         text, diff.script.data, f"apply-{stage}-{made}")
@@ -85,17 +85,17 @@ def apply(stage: str, numbers: Sequence[int] = ()) -> None:
             print(f"made change {item.number}: {item.title}")
     for item in after.remaining:
         if item.number in right:
-            print(f"kept change {item.number} as you wrote it: the check has "
-                  "found it right")
+            print(f"kept change {item.number} as you wrote it: it has passed "
+                  "the check")
     print(f"{len(left - chosen - right)} of {diff.total} changes left in "
           f"{show_path(WORKING_COPY)}")
     taken = diff.own_lines(chosen)
     if taken:
-        print("These lines of yours were replaced by the lesson's:")
+        print("Your lines that the lesson's replaced:")
         for i in taken:
             print(f"{i + 1:>5} {visible(diff.script.lines[i])}")
     if after.other_changes:
-        print("Other differences are left as they were: see "
+        print("Other differences are unchanged: see "
               f"`python -m workshop diff {stage}`")
     if backup:
         print(f"Your previous version: {show_path(backup)}")
@@ -111,9 +111,9 @@ def reset(name: str) -> None:
         if label(backup) == name:
             put_back(backup, name)
             return
-    raise UserError(f"there is no stage {name}: choose from "
+    raise UserError(f"no such stage: {name}; fix: choose from "
                     f"{', '.join(STAGES)}, or a date that `python -m workshop "
-                    "reset --list` shows")
+                    "reset --list` lists")
 
 
 def undo() -> None:
@@ -130,13 +130,13 @@ def undo() -> None:
             raise UserError(
                 f"{show_path(WORKING_COPY)} is unchanged: its previous "
                 f"version, {show_path(backup)}, cannot be read "
-                f"({error.strerror}): `python -m workshop reset --list` "
-                "shows the others"
+                f"({error.strerror}); "
+                "fix: choose another of `python -m workshop reset --list`"
             ) from error
         if differs:
             put_back(backup, describe(backup))
             return
-    raise UserError("there is nothing to undo: no backup of "
+    raise UserError("nothing to undo: no backup of "
                     f"{show_path(WORKING_COPY)} differs from it")
 
 
@@ -168,7 +168,7 @@ def put_back(source: Path, name: str) -> None:
     print(f"{show_path(WORKING_COPY)} is now {name}")
     if backup:
         print(f"Your previous version: {show_path(backup)} "
-              "(`python -m workshop reset --undo` puts it back)")
+              "(`python -m workshop reset --undo` restores it)")
     print(REOPEN)
 
 
@@ -218,7 +218,7 @@ def list_all() -> None:
         print(f"{visible(name):20} {stage}" + (
             f", with {count} lines of code changed" if count else ""))
     if len(kept) > 1:
-        print("`python -m workshop reset DATE` puts that version back")
+        print("`python -m workshop reset DATE` restores that version")
 
 
 def choose(stage: str) -> tuple[Path, str]:
@@ -239,12 +239,12 @@ def choose(stage: str) -> tuple[Path, str]:
                 f"script    {shown}, which has passed the check")
         require(when, f"{shown} has never passed the check for {stage}")
         _, at = nearest(script, read_stages())
-        require(at == stage, f"{shown} is nearer to {at} now")
+        require(at == stage, f"{shown} is closer to {at} now")
     except UserError as why:
         return solution, f"{instead}, because {why}"
     return WORKING_COPY, (
-        f"warning: {shown} was edited after it passed the check, at "
-        f"{when}: is it still right? `python -m workshop check {stage}`")
+        f"warning: {shown} was edited after it passed the check, at {when}; "
+        f"fix: check it again: `python -m workshop check {stage}`")
 
 
 # --------------------------------------------------------------- the journey
@@ -292,5 +292,5 @@ def next_lessons() -> tuple[str, list[str]]:
         return (f"Your script is {stage}, and this version has not passed the "
                 f'check: `python -m workshop check {stage}`', [stage])
     return (f"Your script is {stage}" + ", checked" * (stage in LESSONS)
-            + ". What can follow:" if after else
-            f"Your script is {stage}, checked: the last one.", after)
+            + ". Next lessons:" if after else
+            f"Your script is {stage}, checked; no lesson follows.", after)

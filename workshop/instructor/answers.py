@@ -78,8 +78,8 @@ def main(args: argparse.Namespace) -> None:
         texts[name] = predictions(name) if name in LESSONS else []
         texts[name] += unfolded(path)
     texts = {name: found for name, found in texts.items() if found}
-    require(not lesson or lesson in texts, f"no lesson with answers is called "
-            f"{lesson}: choose from {', '.join(texts)}")
+    require(not lesson or lesson in texts, f"no lesson {lesson} has answers; "
+            f"fix: choose from {', '.join(texts)}")
     print("# The answers, for the instructor")
     for name in [lesson] if lesson else texts:
         print(f"\n# {name}", *texts[name], sep="\n\n")

@@ -188,8 +188,8 @@ def count_jobs() -> str:
     jobs = (line.partition(" ") for line in said.stdout.splitlines())
     names = batch_files()
     states = Counter(state for state, _, name in jobs if name in names)
-    return (f"Jobs: {states['PENDING']} wait in the queue, "
-            f"{states['RUNNING']} run.")
+    return (f"Jobs: {states['PENDING']} waiting in the queue, "
+            f"{states['RUNNING']} running.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -202,13 +202,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> NoReturn:
     """Write the page again and again, until Ctrl-C."""
     folder, output = args.folder, args.output
-    require(Path(folder).is_dir(), f"{folder} is no folder: make it with "
-            f"`mkdir -m 1777 {folder}`, and let site.sh name it")
-    print(f"open {output} in a browser: it changes every {EVERY} seconds, "
+    require(Path(folder).is_dir(), f"{folder} is not a folder; fix: make it "
+            f"with `mkdir -m 1777 {folder}`, and name it in site.sh")
+    print(f"open {output} in a browser: it is updated every {EVERY} seconds, "
           "until Ctrl-C", flush=True)
     while True:
         page = draw(read(folder), count_jobs(), time.time())
-        require(may_replace(output, MARK), f"{output} is there, and not made "
-                "by class: it is kept; name another page with -o")
+        require(may_replace(output, MARK), f"{output} exists and was not made "
+                "by class; fix: choose another page with -o")
         write_atomically(output, page.encode(errors="replace"))
         time.sleep(EVERY)

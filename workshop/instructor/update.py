@@ -16,6 +16,7 @@ from pathlib import Path
 from backstage import ROOT
 from backstage.errors import UserError, require, visible
 from backstage.files import show_path
+from rankcheck.engine.findings import count_of
 from rankcheck.system.errors import read_regular
 from workshop.diff.backups import FOLDER, back_up, lock_working_copy
 from workshop.jobs import git
@@ -27,7 +28,7 @@ CHANGED = "diff", "--name-only", "--no-renames", "-z"
 
 def main(args: argparse.Namespace) -> None:
     """`python -m workshop update`; raises `UserError` if it cannot be done."""
-    say("looking at this clone")
+    say("checking this clone")
     merge = ROOT / git.run("rev-parse", "--git-path", "MERGE_HEAD", fix="\
 get the course with `git clone`, and copy your code/train_gpt2.py into that")
     source = git.run("rev-parse", "--abbrev-ref", "@{upstream}", fix="`git "
@@ -35,9 +36,9 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
     with lock_working_copy():
         give_back(source)
     require(not merge.exists() and not git.names(*CHANGED, "--diff-filter=U"),
-            "a merge is not finished here: `git status` says how to go on")
+            "a merge is not finished here; fix: `git status` says how")
     store_autostash()
-    say(f"asking for {source}")
+    say(f"fetching {source}")
     git.run("fetch", "--quiet")
     newest = git.run("log", "-1", f"--format={source}, %h of %cs, %s", source)
     if not (news := git.names(*CHANGED, f"HEAD...{source}")):
@@ -50,7 +51,7 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
             name for name in news - git.names("ls-files", "-z")
             if os.path.lexists(ROOT / name)}  # a merge overwrites the ignored
         require(not in_the_way, f"{', '.join(in_the_way)}: the course has "
-                "another file there: move yours away, then try again")
+                "another file there; fix: move yours away, then try again")
         # Ctrl-C, or closing the terminal, stops nothing halfway, nor git
         signal.pthread_sigmask(signal.SIG_BLOCK, {
             signal.SIGHUP, signal.SIGINT, signal.SIGTERM})
@@ -63,9 +64,9 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
                 WORKING_COPY.rename(ASIDE)
                 git.run("checkout", "HEAD", "--", WORKING_COPY)
             git.run("merge", "-q", "--no-edit", "--autostash",
-                    "--no-overwrite-ignore", source, fix="all is as it was;"
-                    " if your commits change what the course changes, merge "
-                    "by hand: `git pull`")
+                    "--no-overwrite-ignore", source, fix="if your commits "
+                    "change what the course changes, merge by hand: `git "
+                    "pull`; nothing has changed yet")
         except UserError:
             if merge.exists():
                 git.run("merge", "--abort")
@@ -80,13 +81,13 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
         clashes &= git.names("ls-files", "-z")  # what has gone there stays
         if clashes:
             git.run("restore", "--", *clashes)
-            print("changed by you and the course: "
-                  f"{', '.join(sorted(clashes))}: the course's is there, "
-                  f"yours in {copies}, and in `git stash list`")
+            print("changed by you and by the course: "
+                  f"{', '.join(sorted(clashes))}; the course's version is "
+                  f"there, yours is in {copies}, and in `git stash list`")
     elif git.run("stash", "list") != stashes:  # git has refused to restore
-        print("your edits of the course's files could not be put back: they "
+        print("your edits of the course's files could not be restored; they "
               f"are in {copies}, and in `git stash list`")
-    print(f"{len(news)} files have changed; this clone is "
+    print(f"{count_of(len(news), 'file')} changed; this clone is "
           f"{visible(newest)}\nClose and "
           "reopen those that are open, then run `source activate.sh` again.")
 
@@ -119,11 +120,11 @@ def give_back(source: str) -> None:
             git.names(*CHANGED, version, "--", WORKING_COPY)
             for version in ("HEAD", source))
         backup = put_back(edited)
-        where = "is there again"
+        where = "is restored"
         if edited:
-            where = "was edited since, and stays"
+            where = "was edited since, and is kept"
         if backup:
-            where += f"; that of then is {show_path(backup)}"
+            where += f"; the version before that is {show_path(backup)}"
         print("an earlier update was killed: your "
               f"{show_path(WORKING_COPY)} {where}")
 
@@ -136,7 +137,7 @@ def store_autostash() -> None:
                 "away", stash.read_text("utf-8").strip())
         stash.unlink()
         # an update's, or one that somebody has typed
-        print("an earlier merge was killed: the edits that it had put away "
+        print("an earlier merge was killed: the edits that it had stashed "
               "are in `git stash list`")
 
 
@@ -158,6 +159,6 @@ def copy_edits(more: set[str]) -> str:
             (copies / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copies / name)
     if copies.exists():
-        print("copies of what you edited, and of the notebooks that "
-              f"change, are in {show_path(copies)}")
+        print("your edited files, and the notebooks that change, are copied "
+              f"to {show_path(copies)}")
     return show_path(copies)

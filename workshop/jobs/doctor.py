@@ -31,13 +31,14 @@ from workshop.jobs.requirements import find_unmet
 from workshop.stages import require_writable
 
 ROOM = 4.5  # GB: three times 124M parameters with AdamW's moments, in fp32
-ACTIVATE = "run `source activate.sh` (the first time it needs a network)"
+ACTIVATE = ("fix: run `source activate.sh` (which needs a network the first "
+            "time)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", action="store_true", help="check "
-                        "all processes that a launcher has started: do they "
-                        "reach each other, how fast?")
+    parser.add_argument("--ranks", action="store_true", help="check all "
+                        "processes that a launcher has started: whether they "
+                        "reach each other, and how fast")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -60,10 +61,10 @@ def main(args: argparse.Namespace) -> int:
         try:
             sign, answer = "ok", ask()
         except ModuleNotFoundError as error:
-            sign, answer = "TO DO", f"{error.name} is missing, see packages"
+            sign, answer = "FAIL", f"{error.name} is missing, see packages"
         except (UserError, errors.UserError, OSError, ImportError,
                 RuntimeError) as error:
-            sign = "TO DO"  # the last two: torch does not fit this machine
+            sign = "FAIL"  # the last two: torch does not fit this machine
             answer = explain(error) or str(error).strip().partition("\n")[0]
         status |= sign != "ok"
         print(f"{sign:5}  {name}: {answer}", flush=True)
@@ -74,7 +75,7 @@ def ask_course() -> str:
     require_originals()
     site = ROOT / "site.sh"
     return f"commit {name_commit()}; site file " + (
-        str(site) if site.is_file() else f"none, there is no {site}")
+        str(site) if site.is_file() else f"none ({site} does not exist)")
 
 
 def name_commit() -> str:
@@ -82,19 +83,19 @@ def name_commit() -> str:
     try:
         return git.run("describe", "--always", "--dirty", "--exclude=*")
     except UserError:
-        return "unknown, not a git clone that you may read"
+        return "unknown (not a git clone that you may read)"
 
 
 def ask_python() -> str:
     version = ".".join(str(part) for part in sys.version_info[:3])
     require(sys.version_info >= (3, 10), f"{version}, {sys.executable}: a run "
-            "needs 3.10 to 3.14: load a module for it in site.sh (see "
+            "needs 3.10 to 3.14; fix: load a module for it in site.sh (see "
             "site.example.sh)")
     return f"{version}, {sys.executable}"
 
 
 def ask_environment() -> str:
-    require(sys.prefix != sys.base_prefix, f"none is active: {ACTIVATE}")
+    require(sys.prefix != sys.base_prefix, f"none is active; {ACTIVATE}")
     folder = Path(sys.prefix)
     if folder.stat().st_uid == os.getuid():
         return f"{folder} (yours)"
@@ -108,7 +109,7 @@ def ask_environment() -> str:
 def ask_packages() -> str:
     missing = [name for name in PACKAGES
                if importlib.util.find_spec(name) is None]
-    require(not missing, f"{', '.join(missing)} missing: {ACTIVATE}")
+    require(not missing, f"{', '.join(missing)} missing; {ACTIVATE}")
     answer = ", ".join(PACKAGES)
     tests = ROOT / "tests" / "requirements.txt"
     if tests.is_file() and find_unmet("tests"):
@@ -127,8 +128,8 @@ def ask_device() -> str:
         kind = (f"CUDA {built.cuda}" if built.cuda else f"ROCm {built.hip}"
                 if built.hip else "XPUs" if built.xpu else "CPUs alone")
         require(not gpu, f"{gpu}, but PyTorch {torch.__version__} "
-                f"(for {kind}) finds none that it can use; "
-                f"{name_driver()}. Name a build of PyTorch that fits in "
+                f"(for {kind}) finds no usable GPU; "
+                f"{name_driver()}; fix: name a build of PyTorch that fits in "
                 "site.sh, for CUDA 12 if the driver is older than 580 (see "
                 "site.example.sh)")
         return (f"torch {torch.__version__}, no accelerator: "
@@ -174,7 +175,7 @@ def name_libraries() -> str:
             path for path in loaded if Path(path).name.startswith(file)
             and not Path(path).is_relative_to(Path(torch.__file__).parents[1]))
         answers.append(f"{name} {version}" + (
-            f" (of {others[0]}, not the one that pip has installed)"
+            f" (from {others[0]}, not the one that pip has installed)"
             if others else ""))
     return ", ".join(answers)
 
@@ -187,9 +188,9 @@ def ask_processes() -> str:
         try:
             probe.connect(("127.0.0.1", 9))  # which sends nothing
         except OSError as error:
-            raise UserError("this machine cannot connect to itself, its "
-                            "loopback interface is down: ip link set lo up"
-                            ) from error
+            raise UserError("this machine cannot connect to itself, as its "
+                            "loopback interface is down; fix: ip link set lo "
+                            "up") from error
     # with NCCL two processes cannot share a GPU: then use the CPU
     device = ("auto" if torch.accelerator.is_available()
               and torch.accelerator.device_count() > 1 else "cpu")
@@ -232,8 +233,8 @@ def ask_data() -> str:
     if named:
         folders[1] = Path(named)
         require(folders[1].is_dir(), f"WORKSHOP_DATA is {named}, which does "
-                "not exist: fix site.sh")
-    require(folders[0].is_dir(), f"no demo dataset: {ACTIVATE}")
+                "not exist; fix: correct it in site.sh")
+    require(folders[0].is_dir(), f"no demo dataset; {ACTIVATE}")
     from backstage import dataset
 
     return "; ".join(
@@ -259,9 +260,9 @@ def ask_write_access() -> str:
             folder = folder.parent
         require_writable(folder)
     free = shutil.disk_usage(ROOT).free / 1e9
-    require(free > ROOM, f"{ROOT}: only {free:.1f} GB are free on this disk: "
-            f"make room; a run of preset gpt2 needs {ROOM} GB for two "
-            "checkpoints and part of a third")
+    require(free > ROOM, f"{ROOT}: only {free:.1f} GB are free on this disk, "
+            f"but a run of preset gpt2 needs {ROOM} GB for two checkpoints "
+            "and part of a third; fix: free some space")
     return f"{ROOT}, {free:,.0f} GB free on this disk"
 
 
@@ -273,10 +274,11 @@ def ask_slurm() -> str:
     version = subprocess.run(["sbatch", "--version"], capture_output=True,
                              text=True, check=False)
     require(version.returncode == 0, "SLURM does not answer ("
-            + version.stderr.strip().rpartition("\n")[2] + "). The lessons do "
-            "not need SLURM: in a terminal, `python -m workshop launch ddp -- "
-            "--preset tiny` starts the script, and `python -m workshop "
-            "cluster up` a SLURM on this machine")
+            + version.stderr.strip().rpartition("\n")[2] + "); fix: work "
+            "without SLURM, which the lessons do not need: in a terminal, "
+            "`python -m workshop launch ddp -- --preset tiny` starts the "
+            "script, and `python -m workshop cluster up` a SLURM on this "
+            "machine")
     names = [f"{name}={value}" for name, value in sorted(os.environ.items())
              if name.startswith(("SBATCH_", "SALLOC_", "SLURM_"))
              and name.endswith(("_ACCOUNT", "_PARTITION", "_QOS",

@@ -55,7 +55,7 @@ def ask_ranks() -> int:
     right = train(device)
     right &= time_all_reduces(device, on_every_rank(host))
     for line in sorted(set(on_every_rank(
-            f"{host} talks over {name_network(log)}"))):
+            f"{host} communicates over {name_network(log)}"))):
         say(line)
     if log:
         scratch.remove(log.parent)
@@ -64,7 +64,7 @@ def ask_ranks() -> int:
 
 def say(answer: str, right: bool = True) -> None:
     if dist.get_rank() == 0:
-        print(f"{'ok' if right else 'TO DO':5}  {answer}", flush=True)
+        print(f"{'ok' if right else 'FAIL':5}  {answer}", flush=True)
 
 
 def train(device: torch.device) -> bool:
@@ -92,7 +92,7 @@ def train(device: torch.device) -> bool:
     right = same and losses[-1] < losses[0]
     say(f"training: {STEPS} steps of a tiny model, loss {losses[0]:.3f} -> "
         f"{losses[-1]:.3f}, "
-        f"{'the same weights' if same else 'OTHER WEIGHTS'} on all ranks",
+        f"{'the same' if same else 'different'} weights on all ranks",
         right)
     return right
 
@@ -118,7 +118,7 @@ def time_all_reduces(device: torch.device, hosts: list[str]) -> bool:
             NETWORK.parent.mkdir(exist_ok=True)
             write_atomically(NETWORK, json.dumps(speeds).encode())
         except OSError as error:
-            warn(f"`why` will not know these speeds: {error}")
+            warn(f"these speeds are not recorded for `why`: {error}")
     return right
 
 
@@ -155,7 +155,7 @@ def time_all_reduce(device: torch.device, groups: list[list[int]],
     speed = 2 * (size - 1) / size * megabytes / 1e3 / slowest
     say(f"{name}: {size} ranks over {dist.get_backend()}, {megabytes:,.0f} MB "
         f"in {1e3 * slowest:.1f} ms: {speed:.2f} GB/s per rank"
-        + ("" if right else "; the sum was wrong"), right)
+        + ("" if right else ", but the sum is wrong"), right)
     return right, speed
 
 
@@ -188,7 +188,7 @@ def read_nccl_log(text: str) -> str:
         provider = f" ({found[-1]})" if found else ""
         return f"{kind}{provider}, by NCCL between the nodes"
     if not used:
-        return "nccl, whose log names no network"
+        return "NCCL, whose log names no network"
     kind, name = used[-1]
     if kind == "IB":
         return f"{name}, InfiniBand or RoCE, by NCCL between the nodes"

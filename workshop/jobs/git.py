@@ -23,7 +23,7 @@ OURS = {"GIT_CEILING_DIRECTORIES": str(ROOT.parent),  # no repository around it
 
 
 def run(*words: StrPath,
-        fix: str = "nothing is lost; settle this, then try again") -> str:
+        fix: str = "solve this, then try again; nothing is lost") -> str:
     """What git prints; raises a `UserError` with its reason if it fails."""
     env = {name: value for name, value in os.environ.items()
            if not name.startswith("GIT_") or name.startswith(KEPT)} | OURS
@@ -31,11 +31,11 @@ def run(*words: StrPath,
         git = subprocess.run(["git", *words], cwd=ROOT, env=env,
                              stdin=subprocess.DEVNULL, capture_output=True)
     except FileNotFoundError as error:
-        raise UserError("there is no git here: load your site's module, or "
-                        "install it") from error
+        raise UserError("git is not installed; fix: load your site's module, "
+                        "or install it") from error
     said = git.stderr or git.stdout or b"no message"
     reason = " ".join(os.fsdecode(said).split())
-    require(not git.returncode, f"git {words[0]}: {reason}: {fix}")
+    require(not git.returncode, f"git {words[0]}: {reason}; fix: {fix}")
     return os.fsdecode(git.stdout).strip("\n")
 
 

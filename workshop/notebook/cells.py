@@ -160,8 +160,8 @@ def read_script():
 @in_one_line
 def beside(stage):
     """Links: to the script, and to a workspace that puts it beside this."""
-    require(stage in LESSONS, f"no lesson makes a stage {stage}: choose from "
-            f"{', '.join(LESSONS)}")
+    require(stage in LESSONS, f"no lesson leads to a stage {stage}; fix: "
+            f"choose from {', '.join(LESSONS)}")
     path = show_path(WORKING_COPY)
     lines = [f'<a href="../{path}">{path}</a>: opens your script in a tab '
              "(drag the tab to the left)"]
@@ -180,12 +180,13 @@ def beside(stage):
 def apply(stage, *numbers):
     """Make changes for me, by their numbers, or "all" that are left."""
     find(stage)
-    require(numbers, f'which changes? apply("{stage}", 3) makes change 3, '
-            f'apply("{stage}", "all") all that are left')
+    require(numbers, f'no changes are named; fix: apply("{stage}", 3) makes '
+            f'change 3, apply("{stage}", "all") all that are left')
     if numbers == ("all",):
         numbers = ()
     require(all(isinstance(number, int) for number in numbers),
-            'name changes by their numbers, or "all"')
+            'a change is not a number; fix: name changes by their numbers, '
+            'or "all"')
     require_originals()
     return how_to_reload(working_copy.apply, stage, numbers)
 

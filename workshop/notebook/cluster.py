@@ -92,8 +92,8 @@ def use_cluster() -> bool:
 
 
 def require_cluster() -> None:
-    require(use_cluster(), "no cluster is up on this machine: "
-            "`cluster(\"up\")` starts one")
+    require(use_cluster(), "no cluster is up on this machine; fix: "
+            "`cluster(\"up\")`")
 
 
 @output.in_one_line
@@ -112,7 +112,7 @@ def cluster(action="status", node=""):
     elif action == "up":
         own.up()
     else:
-        require(action == "status", f"there is no cluster({action!r}): "
+        require(action == "status", f"there is no cluster({action!r}); fix: "
                 'choose from "up", "status", "down", "kill" and "start"')
     use_cluster()
     parts = own.parts()
@@ -157,7 +157,7 @@ def find_jobs() -> list[Job]:
 
 def newest_job() -> Job:
     jobs = find_jobs()
-    require(jobs, "there is no job yet: submit one")
+    require(jobs, "there is no job yet; fix: submit one")
     return jobs[0]
 
 
@@ -196,7 +196,7 @@ def freeze():
     """
     require_cluster()
     job = newest_job()
-    require(job.state == "RUNNING", f"{job.describe()}: only a job that runs "
+    require(job.state == "RUNNING", f"{job.describe()}: only a running job "
             "can hang")
     last = ask("scontrol", "show", "hostnames", job.nodes).split()[-1]
     pattern = rf"train_gpt2.*-{job.number}( |$)"
@@ -261,5 +261,5 @@ def newest_run(name: str) -> results.Result:
     folders = [folder for folder in results.RUNS.glob(f"{name}-*")
                if re.fullmatch(rf"{re.escape(name)}-\d+", folder.name)]
     if not folders:
-        raise UserError(f"there is no run of {name} in runs/: submit it first")
+        raise UserError(f"no run of {name} is in runs/; fix: submit it first")
     return results.read(max(folders, key=number))

@@ -61,7 +61,7 @@ def submit(name, flags="", options=""):
     """
     is_own = require_slurm("sbatch")
     names = batch_files()
-    require(name in names, f"there is no batch file {name}: choose from "
+    require(name in names, f"no such batch file: {name}; fix: choose from "
             f"{', '.join(names)}")
     flags, options = split_words(flags), split_words(options)
     set_variables(is_own)
@@ -121,9 +121,9 @@ def log(lines=600):
     logs = [path for folder in {Path.cwd(), ROOT}
             for path in folder.glob("slurm-*.out")
             if path.is_file() and path.stat().st_uid == os.getuid()]
-    require(logs, "no job of yours has written a log yet (slurm-*.out): it "
-            "begins where the job begins. example-logs/job.txt is one to read")
-    require(lines in range(1, 10_000), "lines is a number from 1 on")
+    require(logs, "no job of yours has written a log yet (slurm-*.out); fix: "
+            "wait until it starts, or read example-logs/job.txt")
+    require(lines in range(1, 10_000), "lines must be 1 or more")
     newest = max(logs, key=job_order)
     return show_output(f"{show_path(newest)}:\n"
                        + newest.read_text("utf-8", "replace"), most=lines)

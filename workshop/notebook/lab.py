@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> None:
     """
     stage, flags = args.stage, args.flags
     require(importlib.util.find_spec("jupyterlab"), f"{sys.executable} has no "
-            "jupyterlab: run `source activate.sh` first")
+            "jupyterlab; fix: run `source activate.sh`")
     require_room()
     require_writable()
     names = [stage or "start_here"]
@@ -94,8 +94,9 @@ def require_room() -> None:
             file.write(b"x")  # a full disk refuses this alone
     except OSError as error:
         raise UserError(
-            f"JupyterLab cannot write to {folder} ({error.strerror}): make "
-            "room, or let it have another home: export HOME=$(mktemp -d)"
+            f"JupyterLab cannot write to {folder} ({error.strerror}); fix: "
+            "free some space, or give it another home: export "
+            "HOME=$(mktemp -d)"
         ) from error
 
 

@@ -36,8 +36,8 @@ def run(name: str, line: str, cell: str) -> None:
         found = re.fullmatch("([1-8])?(?: ([1-9][0-9]{0,3}))?",
                              " ".join(line.split()))
         if found is None:
-            raise UserError(f"write {name} N or {name} N SECONDS, with N from "
-                            "1 to 8")
+            raise UserError(f"invalid arguments; fix: write {name} N or "
+                            f"{name} N SECONDS, with N from 1 to 8")
         run_ranks(name, cell, int(found[1] or 4), int(found[2] or 20))
     except UserError as error:
         frontend.Output(complaint(error).bundle())

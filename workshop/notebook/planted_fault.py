@@ -20,7 +20,7 @@ planted: list[Any] = []
 @output.in_one_line
 def plant(number):
     """Run their script with this fault; show at first what it prints."""
-    require(number in range(1, 10), "there are the faults 1 to 9")
+    require(number in range(1, 10), "no such fault; fix: choose from 1 to 9")
     unplant()
     folder = tempfile.mkdtemp(prefix="why-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -51,7 +51,7 @@ def unplant():
 @output.in_one_line
 def why():
     """Ask why that job hangs, has died or is slow."""
-    require(planted, "plant a fault first: plant(1)")
+    require(planted, "no fault is planted; fix: plant one first: plant(1)")
     output.run_and_show("-m", "workshop", "why", planted[1], view=reason)
 
 

@@ -390,10 +390,10 @@ def main(args: argparse.Namespace) -> None:
     """Draw all panels in one picture, and print which runs it shows."""
     output = args.output
     kind = Path(output).suffix.lower()[1:]
-    require(kind in ("png", "svg", "pdf"), f"{output}: name a file that ends "
-            "in .png, .svg or .pdf")
-    require(may_replace(output, MARK), f"{output} is there, and not made by "
-            "plot: it is kept; name another file with -o")
+    require(kind in ("png", "svg", "pdf"), f"{output}: unknown format; fix: "
+            "end the name with .png, .svg or .pdf")
+    require(may_replace(output, MARK), f"{output} exists and was not made by "
+            "plot; fix: choose another file with -o")
     runs, notes = results.find(args.folders)
     panels = [panel for panel in PANELS.values() if panel is not parts
               or any(list_traces(run.folder) for run in runs)]
@@ -428,7 +428,7 @@ def write_panel() -> None:
     these are, too, the file says what is missing.
     """
     name, *folders, output = sys.argv[1:]
-    require(name in IN_NOTEBOOK, f"there is no picture {name}: choose from "
+    require(name in IN_NOTEBOOK, f"no such picture: {name}; fix: choose from "
             f"{', '.join(IN_NOTEBOOK)}")
 
     def draw(runs: list[Result], more: str = "") -> Drawn:

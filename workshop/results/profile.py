@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     """Print where the time of a run's steps goes."""
     folder, ranks = args.run, charge_steps(args.run)
-    require(ranks, f"{show_path(folder)}: no step was recorded: start the run "
-            "with --profile 10")
+    require(ranks, f"{show_path(folder)}: no step was recorded; fix: start "
+            "the run with --profile 10")
     print("milliseconds of a step, the mean of steps "
           f"{min(ranks[0].steps)} to {max(ranks[0].steps)}:\n"
           + "".join(f"{name:>11}" for name in ("rank", *PARTS, "step")))
@@ -72,13 +72,13 @@ def main(args: argparse.Namespace) -> None:
     if any(map(is_one_to_one, messages)):
         print("messages between pipeline stages are all counted as waiting")
     if len(ranks) > 1 and not messages:
-        print("the traces do not show the messages (MPI's never): their time "
-              "is in the part that sends them")
+        print("the traces do not show the messages (MPI's never do); their "
+              "time is counted in the part that sends them")
     if read_started(folder)["device"] != "cpu" and not any(
             rank.kernels for rank in ranks):
-        print("no kernels were recorded, so this is what the program did, not "
-              "when the device computed")
-    print("as a picture: `python -m workshop plot`; the operators: open the "
+        print("no kernels were recorded, so these are times of the CPU, not "
+              "of the device")
+    print("as a picture: `python -m workshop plot`; by operator: open the "
           f"files in {show_path(folder)}/profile in https://ui.perfetto.dev")
 
 

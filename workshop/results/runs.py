@@ -35,6 +35,7 @@ from backstage.record import (
     read_table,
     to_numbers,
 )
+from rankcheck.engine.findings import count_of
 from workshop.results.arithmetic import is_count, of_step, ring
 from workshop.stages import FIRST, STAGES
 
@@ -64,7 +65,7 @@ def read_started(folder: StrPath) -> dict[str, Any]:
             **dict.fromkeys((*COUNTS, *DIVISORS), int)})
         for name, value in (record | hp | record["config"]).items():
             require(name not in POSITIVE or is_count(value),
-                    f"{name} is no number from 1 on")
+                    f"{name} is not a positive integer")
     return record
 
 
@@ -182,9 +183,9 @@ def read(folder: Path) -> Result:
         record = read_started(folder)
         rows = [*read_metrics(folder / "metrics.csv")]
     except FileNotFoundError as error:
-        raise UserError(f"{show_path(folder)}: there is no "
+        raise UserError(f"{show_path(folder)}: no "
                         f"{Path(error.filename).name}") from error
-    require(rows, f"{show_path(folder)}: no step is finished yet")
+    require(rows, f"{show_path(folder)}: no step has finished yet")
     return Result(folder, record, rows)
 
 
@@ -209,14 +210,14 @@ def find(folders: Iterable[StrPath] = ()) -> tuple[list[Result], list[str]]:
 def select(results: list[Result], notes: list[str],
            named: Sequence[Path] = ()) -> tuple[list[Result], list[str]]:
     """Those that train the same, in the order of the stages, and notes."""
-    require(results, "; ".join(notes) or "there is no run to show: train one")
+    require(results, "; ".join(notes) or "no run to show; fix: train one")
     if not named:
         newest = results[-1]
         same = [result for result in results if result.alike(newest)]
         if len(same) < len(results):
             count = len(results) - len(same)
-            notes.append(f"Left out: {count} run{'s' * (count > 1)} with "
-                         "another preset, data, minibatch or length than "
+            notes.append(f"Left out: {count_of(count, 'run')} whose preset, "
+                         "data, minibatch or length differs from that of "
                          f"{show_path(newest.folder)}.")
         results = list({result.name: result for result in same}.values())
     order = [*STAGES]
