@@ -1,4 +1,4 @@
-"""What the stage scripts import. Nobody edits it in the course."""
+"""The library that the stage scripts import; attendees do not edit it."""
 
 import sys
 from pathlib import Path

@@ -161,7 +161,7 @@ def write_checkpoint(folder: Path, state: State) -> None:
 
 
 def remove_old(checkpoints: list[Path]) -> None:
-    """Remove those that are a run's; warn if one cannot be removed."""
+    """Remove a run's checkpoints; warn if one cannot be removed."""
     failures = []
     for file in filter(is_ours, checkpoints):
         try:
@@ -184,7 +184,7 @@ def list_checkpoints(folder: StrPath) -> list[Path]:
 
 
 def is_ours(file: StrPath) -> bool:
-    """Whether a file is what its name says: a checkpoint after that step."""
+    """Return whether a file is a checkpoint of the step in its name."""
     try:
         step = load_checkpoint(file, verify=False)["step"]
         return f"step_{step:08d}.pt" == Path(file).name
@@ -197,7 +197,7 @@ def load_first(
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         ) -> tuple[StrPath, State]:
-    """The first of the files that a model can go on from: its name and state.
+    """Return the name and state of the first file that the model can resume.
 
     All ranks; rank 0 looks, and warns of damaged ones. flag: what named them.
     """
@@ -273,7 +273,7 @@ def load_checkpoint(file: StrPath, verify: bool = True) -> State:
 
 
 def name_program(state: State) -> str:
-    """What else has written it; "" if it may be a checkpoint of ours."""
+    """Return which other program wrote it; "" if it may be ours."""
     for key in state:
         if key in KEYS:
             return KEYS[key]
@@ -283,9 +283,9 @@ def name_program(state: State) -> str:
 
 
 def plain_names(state: State) -> State:
-    """The state, with a plain model's names.
+    """Return the state with the names of an unwrapped model.
 
-    Who saves a compiled model, or one in a wrapper, has its name before each.
+    A model that is saved compiled or wrapped has a prefix in each name.
     """
     model, optimizer = state.get("model"), state.get("optimizer")
     wrapped = re.compile(r"(_orig_mod\.|module\.)+")
@@ -304,7 +304,7 @@ def plain_names(state: State) -> State:
 
 
 def load_tensors(file: StrPath, stored: bool = True) -> State:
-    """What torch.save has written, mapped where the file system can.
+    """Load what torch.save wrote, memory-mapped where that is possible.
 
     stored: whether the tensors' bytes are in the file as they are: who packs
     it again may compress them, and torch would map what is compressed.

@@ -70,7 +70,7 @@ def load_vocabulary(folder: StrPath) -> tiktoken.Encoding:
 
 
 def require_pieces(pattern: str) -> None:
-    """Raise a `UserError` if it cuts out empty pieces: tiktoken would panic.
+    """Raise a `UserError` if it matches "", on which tiktoken panics.
 
     An error in the pattern is left to tiktoken.
     """
@@ -100,7 +100,7 @@ def gpt2_is_cached() -> bool:
 def list_shards(folder: StrPath, *patterns: str) -> dict[str, list[Path]]:
     """The files of the splits, {"train": [...], "val": [...]}, in order.
 
-    What macOS writes beside files, ._NAME, is none.
+    The files ._NAME, which macOS adds, are ignored.
     """
     names = sorted(  # glob would hide what may not be read
         name for name in os.listdir(folder) if not name.startswith("._"))
@@ -162,7 +162,7 @@ def check_shards(folder: StrPath, sequence_length: int,
 
 def check_batch(folder: StrPath, vocab_size: int,
                 tokens: torch.Tensor) -> None:
-    """Raise a `UserError` for ids that an embedding in shards would take."""
+    """Raise a `UserError` for ids that a sharded embedding would accept."""
     if tokens.__array__().max() >= vocab_size:  # no device has them yet
         check_shards(folder, 0, look=None)  # it names the shard
         raise UserError(f"{folder} has changed; fix: {AGAIN}")
@@ -175,7 +175,7 @@ def read_manifest(folder: StrPath, like: Any = dict) -> dict[str, Any]:
 
 
 def bytes_per_token(folder: StrPath) -> float | None:
-    """For the validation split; None if the folder does not say."""
+    """Return it for the validation split; None if it is not recorded."""
     with suppress(UserError, LookupError, ArithmeticError):
         counts = {"bytes": int, "tokens": int}
         val = read_manifest(folder, {"val": counts})["val"]

@@ -42,7 +42,7 @@ def find_device(name: str = "auto") -> torch.device:
 
 def find_gpu(environment: Mapping[str, str] = os.environ,
              root: Path = Path("/")) -> str:
-    """A sentence with the sign that this process has a GPU, or "".
+    """Return a sentence with the evidence that there is a GPU, or "".
 
     If torch does not fit the driver, a job on a GPU would train on the CPU,
     and nobody would see why it is slow. root: where /dev is found.
@@ -108,7 +108,7 @@ def memory_size(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> tuple[int, int | None]:
-    """The most bytes that this process has had: (used, reserved).
+    """Return this process's peak memory in bytes: (used, reserved).
 
     On an accelerator, what its tensors took, and what PyTorch reserved for
     them; elsewhere, the memory of the whole process, and None.
@@ -124,7 +124,7 @@ def peak_memory(device: torch.device) -> tuple[int, int | None]:
 
 
 def resident_memory(status: Path = Path("/proc/self/status")) -> int:
-    """The most bytes that this process has had in memory."""
+    """Return the peak resident memory of this process in bytes."""
     try:
         words = status.read_text().split()
         return 1024 * int(words[words.index("VmHWM:") + 1])

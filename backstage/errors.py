@@ -1,4 +1,4 @@
-"""Errors for people: one line that says what is wrong and what to do."""
+"""User-facing errors: one line with what is wrong and how to fix it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Flags = TypeVar("Flags")  # a dataclass
 
 
 class UserError(Exception):
-    """Something that the user can fix: shown as one line, no traceback."""
+    """An error that the user can fix: shown as one line, no traceback."""
 
     status = 1  # the exit status of a program that it ends
 
@@ -47,7 +47,7 @@ CONTROLS = re.compile(
 
 
 def visible(text: str) -> str:
-    """The text with its control characters as \\x1b, for a terminal.
+    """Return the text with control characters escaped, for a terminal.
 
     Whatever is read from a file, or is a file's name, is printed through this.
     """
@@ -97,7 +97,7 @@ def parse_flags(cls: type[Flags], default: Flags | None = None,
 
 
 def check_numbers(flags: object, least: Mapping[str, float]) -> None:
-    """A `UserError` for a number below its `least`, else 0, or too large."""
+    """Raise a `UserError` for a number below its `least` (0), or too large."""
     for name, value in vars(flags).items():
         flag, low = "--" + name.replace("_", "-"), least.get(name, 0)
         most = {int: LARGEST, float: sys.float_info.max}.get(type(value))
@@ -107,7 +107,7 @@ def check_numbers(flags: object, least: Mapping[str, float]) -> None:
 
 
 def to_count(text: str) -> int | None:
-    """The number that an environment variable says; None if it is none."""
+    """Return the number in an environment variable; None if it is none."""
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
@@ -134,7 +134,7 @@ def run_main(main: Callable[[], object]) -> NoReturn:
 
 
 def report(error: BaseException) -> int:
-    """Say what happened; returns the exit status."""
+    """Print what happened; return the exit status."""
     if isinstance(error, KeyboardInterrupt):
         print("\ninterrupted", file=sys.stderr)
         return 130
@@ -212,7 +212,7 @@ def leave_mpi(status: object,
 
 
 def agree(MPI: Any) -> None:
-    """Return when all ranks have come to their end. All ranks.
+    """Return when all ranks have finished. All ranks.
 
     In MPI_Finalize, MPICH over TCP (UCX) completes its connections, and a rank
     that has done so waits in a barrier, where it no longer answers. So each
@@ -275,7 +275,7 @@ def end_well(last: Callable[[], object]) -> None:
 
 
 def tell_launcher() -> None:
-    """Say to the launcher that this process ends well, as MPI_Finalize would.
+    """Tell the launcher that this process succeeded, as MPI_Finalize does.
     """
     if pmix := find_pmix():  # Open MPI's mpirun, and srun --mpi=pmix
         pmix.PMIx_Finalize(None, ctypes.c_size_t(0))
@@ -289,14 +289,14 @@ def tell_launcher() -> None:
 
 
 def find_pmix() -> ctypes.CDLL | None:
-    """The library by which MPI speaks to its launcher, if it is loaded."""
+    """Return the library that connects MPI to its launcher, if loaded."""
     with contextlib.suppress(OSError):
         return ctypes.CDLL("libpmix.so.2", os.RTLD_NOLOAD | os.RTLD_NOW)
     return None
 
 
 def silence() -> None:
-    """Drop what is printed from now on, and what an exit would try again."""
+    """Discard further output, and what an exit would try to flush."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -345,7 +345,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def is_refused_fork(error: BaseException) -> bool:
-    """Whether Python's own modules could start no process."""
+    """Return whether Python failed to start a process."""
     frames = traceback.extract_tb(error.__traceback__)
     return (getattr(error, "errno", None) == errno.EAGAIN and bool(frames)
             and frames[-1].name in ("_launch", "_execute_child"))

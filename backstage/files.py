@@ -1,4 +1,4 @@
-"""Files: written all or nothing, and one line for what is wrong with one."""
+"""Files: written atomically, with errors of one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAPPED: dict[StrPath, int] = {}  # files that are read as memory: their bytes
 
 
 class Damaged(UserError):
-    """A file that does not hold what it should."""
+    """A file whose content is not what it should be."""
 
 
 class WriteFailed(UserError):
@@ -39,9 +39,9 @@ class WriteFailed(UserError):
 
 @contextmanager
 def reading(file: StrPath, fix: str = "") -> Iterator[None]:
-    """Whatever goes wrong while a file is read and checked is a `Damaged`.
+    """Raise any error of reading and checking a file as `Damaged`.
 
-    Anybody may have changed, copied or cut the file, and each library has its
+    Anybody may have changed, copied or truncated it, and each library has its
     own exceptions. `FileNotFoundError` and another `Damaged` stay as they are.
     """
     try:
@@ -59,7 +59,7 @@ def reading(file: StrPath, fix: str = "") -> Iterator[None]:
 
 
 def map_file(file: StrPath) -> None:
-    """Let a SIGBUS be one line if this file was truncated while being read."""
+    """Report a SIGBUS in one line if this file was truncated while read."""
     MAPPED[file] = os.stat(file).st_size
     # Python's own handler would wait for the read, which never ends
     ctypes.CDLL(None).signal(signal.SIGBUS, say_cut)
@@ -78,7 +78,7 @@ def say_cut(number: int) -> None:
 
 
 def read_json(file: StrPath, like: Any, fix: str = "") -> Any:
-    """What a file of JSON holds, if it is like that. Raises as `reading`."""
+    """Return the content of a JSON file of this form. Raises as `reading`."""
     with reading(file, fix):
         value = json.loads(Path(file).read_bytes())
         require_like(value, like)
@@ -86,7 +86,7 @@ def read_json(file: StrPath, like: Any, fix: str = "") -> Any:
 
 
 def require_like(value: Any, like: Any, name: str = "it") -> None:
-    """Raise a `UserError` unless a value of JSON has the types that it needs.
+    """Raise a `UserError` unless a JSON value has the required types.
 
     like: a flag's type, a dictionary of keys, or a list of one item's type.
     """
@@ -103,7 +103,7 @@ def require_like(value: Any, like: Any, name: str = "it") -> None:
 
 
 def reason(error: BaseException) -> str:
-    """What a library says about a file, in one short line."""
+    """Return a library's error about a file as one short line."""
     text = getattr(error, "strerror", None) or str(error)
     if "eights_only" in text or "eights only" in text:  # PyTorch: trust it
         found = re.search(r"GLOBAL ([\w.]+)", text)
@@ -124,7 +124,7 @@ UNABLE = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS,
 
 @contextmanager
 def where_possible() -> Iterator[None]:
-    """Pass over an `OSError` that says that the file system is `UNABLE`."""
+    """Ignore an `OSError` of a file system that does not support this."""
     try:
         yield
     except OSError as error:
@@ -183,7 +183,7 @@ def write_atomically(
 
 def was_replaced(path: Path, part: Path | None,
                  stamp: os.stat_result | None) -> bool:
-    """Whether the part has become the file, whatever os.replace said.
+    """Return whether the part replaced the file, even if os.replace failed.
 
     stamp: of the part, when it was whole. A server may fail after it has
     renamed it.
@@ -196,7 +196,7 @@ def was_replaced(path: Path, part: Path | None,
 
 
 def open_part(path: Path) -> tuple[Path, BinaryIO]:
-    """A new file beside `path`, and its name: locked while it is open."""
+    """Open a new file beside `path`, locked while open; return its name."""
     for number in itertools.count():
         part = path.with_name(f".{path.name}.{os.getpid()}-{number}{PART}")
         with suppress(FileExistsError):
@@ -208,7 +208,7 @@ def open_part(path: Path) -> tuple[Path, BinaryIO]:
 
 
 def remove_parts(folder: StrPath) -> None:
-    """Remove what killed processes have left of files they wrote there.
+    """Remove the partial files that killed processes left there.
 
     Nobody has a lock on them any more; without locks, they stay.
     """
@@ -236,7 +236,7 @@ def lock_folder(folder: StrPath, refusal: str) -> int:
 
 
 def sync_folder(folder: StrPath) -> None:
-    """Make sure that a file renamed in the folder survives a power cut.
+    """Make sure that a rename in the folder survives a power cut.
 
     Where the file system cannot, nobody can.
     """
@@ -261,7 +261,7 @@ def new_folder(parent: StrPath, name: str) -> Path:
 
 
 def keep(file: Path) -> Path:
-    """Give a file, soon replaced, one more name with the date; returns it."""
+    """Keep a file that will be replaced under a dated name; return that."""
     while os.path.lexists(kept := file.with_stem(
             file.stem + time.strftime(".%Y%m%d-%H%M%S"))):
         time.sleep(0.1)  # until the next second
@@ -273,7 +273,7 @@ def keep(file: Path) -> Path:
 
 
 def show_path(path: StrPath, folder: Path = ROOT) -> str:
-    """The path from the folder on where it is inside, else from the root on.
+    """Return the path relative to the folder if it is inside, else absolute.
 
     folder: Path.cwd() for a path that somebody is to type.
     """

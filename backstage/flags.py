@@ -63,7 +63,7 @@ Config = TypeVar("Config", bound=ModelConfig)
 
 def parse(Hyperparameters: type[Hp], presets: Mapping[str, Hp],
           models: Mapping[str, Config]) -> tuple[Hp, Config]:
-    """(hyperparameters, the model's GPTConfig): what the flags ask for.
+    """Return (hyperparameters, the model's GPTConfig) for the flags.
 
     presets: name -> Hyperparameters; models: name -> GPTConfig. All ranks.
     """
@@ -160,7 +160,7 @@ def announce(hp: StageFlags, preset: StageFlags, device: torch.device,
 
 
 def read_hyperparameters(hp: StageFlags) -> dict[str, Any]:
-    """What the run to resume was started with: the new one's defaults."""
+    """Return the hyperparameters of the run to resume, as defaults."""
     require(hp.run_dir, "--resume needs the run's folder; fix: add --run-dir "
             "DIR")
     if is_claimed(hp.run_dir):
@@ -179,7 +179,7 @@ def find_data(preset: str) -> Path:
 
 
 def choose_microbatch_size(hp: StageFlags, device: torch.device) -> int:
-    """How many samples go through the model at once, if nobody has said it.
+    """Choose the microbatch size if none is given.
 
     The most that divide a data-parallel group's part of the minibatch, up to
     what the preset or the resumed run has, or what fits into the device.

@@ -1,4 +1,4 @@
-"""What the stage scripts hand to backstage, as types.
+"""Types of what the stage scripts pass to backstage.
 
 Each stage has classes of its own with these fields and methods.
 """
@@ -65,11 +65,11 @@ class StageRun(Protocol):
 
     def restore(self, model: torch.nn.Module,
                 optimizer: torch.optim.Optimizer) -> int:
-        """Begin with the newest checkpoint; returns its step."""
+        """Resume from the newest checkpoint; return its step."""
 
     def save(self, step: int, model: torch.nn.Module,
              optimizer: torch.optim.Optimizer) -> None:
-        """Write the checkpoint after `step` updates."""
+        """Write the checkpoint after `step` steps."""
 
 
 class Samples(Protocol):

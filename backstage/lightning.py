@@ -1,4 +1,4 @@
-"""The run around Lightning's Trainer: what the Lightning stage does not teach.
+"""The run around Lightning's Trainer, which the stage does not teach.
 
 `LitRun` puts `backstage.run.Run` in the place of the Trainer's own ways to
 log, to save, to resume and to handle signals: a run has the same folder in
@@ -42,7 +42,7 @@ warnings.filterwarnings("ignore", module=r"lightning\.")
 
 @dataclass(frozen=True)
 class StepRow:
-    """What is known of a step that is done, and not logged yet."""
+    """The values of a finished step that is not logged yet."""
 
     loss: float
     lr: float
@@ -76,7 +76,7 @@ def get_world(hp: LightningFlags) -> tuple[int, int, int, int]:
 
 
 def get_launcher() -> environments.ClusterEnvironment:
-    """What tells the Trainer this process's rank, for its `plugins`.
+    """Return the Trainer's plugin that provides this process's rank.
 
     Left to choose, Lightning would take the shell of a SLURM job for a task
     that has to wait for others. Here it starts the others itself if need be.
@@ -89,7 +89,7 @@ def get_launcher() -> environments.ClusterEnvironment:
 
 
 def get_strategy(hp: LightningFlags, world_size: int) -> Strategy | str:
-    """What each process keeps of the model, as the Trainer takes it.
+    """Return the Trainer's strategy: what each process keeps of the model.
 
     fsdp2: what the module's configure_model leaves it, on a mesh whose
     dimension "data_parallel" has all processes (Lightning's default would
@@ -119,7 +119,7 @@ class LitRun(L.Callback):
         self.train_data, self.val_data = train_data, val_data
 
     def setup(self, trainer: L.Trainer, module: Any, stage: str) -> None:
-        """Make the run: the processes know each other now."""
+        """Create the run: the processes are connected now."""
         leave_signals_alone(trainer)
         self.hp, self.model = module.hp, module.model
         self.device = trainer.strategy.root_device
@@ -127,7 +127,7 @@ class LitRun(L.Callback):
                        trainer.max_steps, self.device)
 
     def on_fit_start(self, trainer: L.Trainer, module: Any) -> None:
-        """Go on from the checkpoint: model and optimizer are in place now."""
+        """Restore the checkpoint: model and optimizer exist now."""
         if isinstance(trainer.strategy, Zero):
             self.step = trainer.strategy.restore(self.run)
         else:
@@ -231,7 +231,7 @@ class DDPOnOneStream(DDPStrategy):
 
 
 def count_from(step: int, trainer: L.Trainer) -> None:
-    """Let the Trainer's loops and schedule go on from `step`. All ranks.
+    """Let the Trainer's loops and schedule continue at `step`. All ranks.
 
     The microbatches are those that `step` steps take now: the run before may
     have had another number of processes.

@@ -1,4 +1,4 @@
-"""mpi4py's `MPI`, joined to the world that mpirun has started.
+"""mpi4py's `MPI`, connected to the ranks that mpirun has started.
 
     from backstage.mpi import MPI
 

@@ -1,4 +1,4 @@
-"""What a process does before anything else: its names, cores and memory.
+"""Set up a process: the variables of its rank, its cores and memory.
 
 Each launcher has its own names for the ranks; the stages read torchrun's.
 Those of srun are translated here, those of MPI in backstage/mpi.py.
@@ -58,7 +58,7 @@ def prepare_process() -> None:
 
 
 def add_library(pattern: str) -> None:
-    """Let rankcheck take no file that matches the pattern for the script's."""
+    """Tell rankcheck that files matching the pattern belong to a library."""
     known = os.environ.get("RANKCHECK_LIBRARY", "")
     patterns = known.split("|") if known else []
     if pattern not in patterns:
@@ -83,7 +83,7 @@ def find_launcher(env: Mapping[str, str]) -> tuple[str, int]:
 
 def count_processes(started: int = 1,
                     env: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """How many processes there are: on this node, and in all.
+    """Return the number of processes: on this node, and in total.
 
     started: how many there will be if no launcher has started them.
     """
@@ -93,7 +93,7 @@ def count_processes(started: int = 1,
 
 
 def find_start(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What has started this process, for the run's record.
+    """Return what started this process, for the run's record.
 
     The command is that of a process above this one that knows the script's
     name; where none is seen, as under srun, it is our own.
@@ -117,7 +117,7 @@ def find_start(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def seconds_since_start() -> float | None:
-    """How long this process has been there; None if the system hides it."""
+    """Return the age of this process; None if the system hides it."""
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         return (time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -146,7 +146,7 @@ def name_ranks(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def require_loopback() -> None:
-    """Raise a `UserError` where the ranks of a node cannot meet on it.
+    """Raise a `UserError` if a node's ranks cannot connect by loopback.
 
     They would wait for each other for minutes.
     """
@@ -178,7 +178,7 @@ def translate_names(env: MutableMapping[str, str]) -> None:
 
 
 def check_names(env: Mapping[str, str]) -> None:
-    """Raise a `UserError` if what torchrun's names say is not a rank."""
+    """Raise a `UserError` if torchrun's variables describe no rank."""
     given = [name for name in SIZES if name in env]
     if not given:  # pods of Kubernetes have some, and old shells may
         return
@@ -231,7 +231,7 @@ def name_step_ranks(env: MutableMapping[str, str]) -> None:
 
 
 def stop_all(message: str, env: Mapping[str, str] = os.environ) -> NoReturn:
-    """An error that every rank has, and rank 0 says. Never returns."""
+    """End all ranks with an error that rank 0 prints. Never returns."""
     if env["RANK"] != "0":
         time.sleep(5)  # a launcher that ends all may do so at the first end
         sys.exit(1)
@@ -277,7 +277,7 @@ def affinity(process: int) -> int:
 
 
 def quota(root: Path = Path("/")) -> float:
-    """How many cores the cgroups allow: the least of them all.
+    """Return how many cores the cgroups allow: the minimum of all.
 
     The limits of those around it hold as well. In a container the path may be
     the host's; then its own cgroup is the root. root: of /proc and /sys.
@@ -306,7 +306,7 @@ def read_limit(folder: Path) -> float:
 
 
 def keep_memory() -> None:
-    """Keep the memory of tensors that are gone for the next ones, on a CPU.
+    """Reuse the memory of freed tensors for the next ones, on a CPU.
 
     The GNU C library would give large blocks back to the system, which clears
     each page of 4 KB: 12,000 in a step of nano, a sixth of its time.

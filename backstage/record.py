@@ -45,7 +45,7 @@ def read_record(folder: StrPath, types: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_claimed(folder: StrPath) -> bool:
-    """Whether a run was killed there before its record was written.
+    """Return whether a run was killed before its record was written.
 
     It begins with an empty file of that name, which two runs cannot both make.
     Beside checkpoints an empty record is damaged.
@@ -60,7 +60,7 @@ def is_claimed(folder: StrPath) -> bool:
 
 
 def now() -> str:
-    """This moment, as a record has it: sorted as text, in no time zone."""
+    """Return the time in UTC as a record has it, sortable as text."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
@@ -176,7 +176,7 @@ class Metrics:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """What the disk says is one line: of a full one, see `explain`."""
+        """Report a write error in one line; `explain` reports a full disk."""
         try:
             yield
         except OSError as error:

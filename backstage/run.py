@@ -4,7 +4,7 @@ A run is a folder:
 
     metrics.csv             a row for each step
     hyperparameters.json    what the run was started with
-    checkpoints/step_00000050.pt    after 50 updates; the newest two are kept
+    checkpoints/step_00000050.pt    after 50 steps; the newest two are kept
 
 Docstrings say who calls a method: all ranks, or rank 0 alone.
 """
@@ -66,7 +66,7 @@ class Run:
         self.tracker = None
 
     def _open(self) -> None:
-        """Make or find the folder, read the tokenizer, hear signals."""
+        """Make or find the folder, read the tokenizer, handle signals."""
         hp, config, device = self.hp, self.config, self.device
         world.keep_group()
         if (device.type == "cpu" and hp.precision == "bf16"
@@ -175,7 +175,7 @@ class Run:
 
     def restore(self, model: torch.nn.Module,
                 optimizer: torch.optim.Optimizer) -> int:
-        """Begin with the newest checkpoint; returns its step. All ranks.
+        """Resume from the newest checkpoint; return its step. All ranks.
 
         That is 0 without one, with the weights of --init if it is given. If
         the run is already finished, this exits with status 0.
@@ -217,7 +217,7 @@ class Run:
         return step
 
     def begin(self) -> None:
-        """Say how long the start took: the first step begins. All ranks."""
+        """Print how long the start took, before the first step. All ranks."""
         if self.rank == 0:
             seconds = self.record["startup"] = process.seconds_since_start()
             self._write_record(self.folder)
@@ -225,7 +225,7 @@ class Run:
                 print(f"startup {seconds:.1f} s", flush=True)
 
     def check_finite(self, step: int, loss: float, norm: float) -> None:
-        """At a step's end, stop a run whose model is broken. All ranks."""
+        """Stop the run if its loss or gradient is not finite. All ranks."""
         if self.recorder:
             self.recorder.step_ended(step)
         require(math.isfinite(loss) and math.isfinite(norm), f"step {step}: "
@@ -266,7 +266,7 @@ class Run:
 
     def save(self, step: int, model: torch.nn.Module,
              optimizer: torch.optim.Optimizer) -> None:
-        """Write the checkpoint after `step` updates, or leave all unchanged.
+        """Write the checkpoint after `step` steps, or leave all unchanged.
 
         All ranks if each holds a part of the model; else rank 0 alone.
         """
@@ -284,7 +284,7 @@ class Run:
                       flush=True)
 
     def finish(self) -> None:
-        """Say how the run ended, after its last step. All ranks."""
+        """Print how the run ended, after its last step. All ranks."""
         if self.recorder:
             self.recorder.finish()
         memory = world.on_every_rank(devices.peak_memory(self.device)[0])
@@ -310,7 +310,7 @@ class Run:
 
 
 class ShownTexts:
-    """A tokenizer whose texts are for a terminal: see `visible`."""
+    """A tokenizer whose decoded text is safe for a terminal: see `visible`."""
 
     def __init__(self, tokenizer: tiktoken.Encoding) -> None:
         self._tokenizer = tokenizer
@@ -323,7 +323,7 @@ class ShownTexts:
 
 
 def describe_parameters(optimizer: torch.optim.Optimizer) -> str:
-    """How many there are, and how many decay; a split tensor counts whole."""
+    """Return how many parameters decay; a sharded one counts whole."""
     parts, total = [], 0
     for group in optimizer.param_groups:
         if weights := group["params"]:

@@ -1,4 +1,4 @@
-"""What asks a run to stop: signals, and an output that nobody reads."""
+"""Stop a run on a signal, or when its output is closed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class Signals:
-    """Notes in `last` which signal came last, None if none came yet.
+    """Records in `last` the last signal, None if there was none.
 
     Only the second Ctrl-C stops the program at once. An output that ends, as
     of a stopped `tee`, counts as SIGPIPE; what is printed then is dropped. So

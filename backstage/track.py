@@ -73,7 +73,7 @@ BEFORE = 5
 
 
 class Recorder(profiler.profile):
-    """Records so many steps. All ranks."""
+    """Records N steps. All ranks."""
 
     def __init__(self, steps: int, folder: Path, device: torch.device) -> None:
         rank, _ = get_rank_and_size()
@@ -90,13 +90,13 @@ class Recorder(profiler.profile):
         self.start()
 
     def step_ended(self, step: int) -> None:
-        """Called where the time of each step is taken."""
+        """Mark the end of a step."""
         with profiler.record_function(f"end of step {step}"):
             pass  # a mark for those who read the trace
         self.step()
 
     def finish(self) -> None:
-        """The run has ended, maybe before all steps were recorded."""
+        """Stop recording; warn if no step was recorded."""
         self.stop()
         if self.step_num <= BEFORE and get_rank_and_size()[0] == 0:
             warn("--profile has recorded nothing: the run ended within the "

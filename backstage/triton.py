@@ -43,7 +43,7 @@ def load() -> Any:
 
 
 def fix_interpreter() -> None:
-    """Let it multiply tiles in bf16, be twice as fast, and print nothing.
+    """Make the interpreter multiply bf16, twice as fast, and silent.
 
     Triton 3.9 multiplies bf16 as whole numbers there, replaces its language's
     functions whenever one of ours is called, and looks for overflows.

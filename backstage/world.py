@@ -22,7 +22,7 @@ def is_joined() -> bool:
 
 
 def get_backend() -> str:
-    """What sends messages between the processes: MPI, or torch's backend."""
+    """Return what connects the processes: MPI, or torch's backend."""
     if THE_GROUP:
         return "MPI"
     return dist.get_backend() if is_joined() else "no backend"
@@ -64,7 +64,7 @@ def call_on_rank_0(function: Callable[[], Value]) -> Value:
 
 
 def on_every_rank(value: Value) -> list[Value]:
-    """The values that all ranks pass to this, as a list in rank order."""
+    """Return the values that all ranks pass, as a list in rank order."""
     if THE_GROUP:
         return THE_GROUP[0].allgather(value)
     values = [value]

@@ -36,7 +36,7 @@ class Zero(DeepSpeedStrategy):
 
     @staticmethod
     def check(device: torch.device) -> None:
-        """Raise a `UserError` where it cannot run."""
+        """Raise a `UserError` if DeepSpeed cannot run here."""
         require(device.type in DEVICES, "Lightning runs DeepSpeed on NVIDIA "
                 f"GPUs, not on {device.type}; fix: use --strategy fsdp2")
         require(importlib.util.find_spec("deepspeed"), "DeepSpeed is not "
@@ -44,7 +44,7 @@ class Zero(DeepSpeedStrategy):
                 "--strategy fsdp2")
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Keep a whole copy, on the CPU, to save from and load into."""
+        """Keep a full copy on the CPU, to save from and load into."""
         module: Any = self.lightning_module
         self.whole: Any
         self.whole = copy.deepcopy(module.model)
@@ -127,7 +127,7 @@ class Zero(DeepSpeedStrategy):
         return zip(module.parameters(), self.whole.parameters(), strict=True)
 
     def make_moments(self, step: int) -> None:
-        """Let the optimizer have moments, as after so many steps.
+        """Create the optimizer's moments, as after N steps.
 
         It would make them in its first step, too late for a checkpoint's. And
         DeepSpeed 0.19 would find those of the first group of weights alone.

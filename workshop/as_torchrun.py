@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def join_world(env: MutableMapping[str, str] = os.environ) -> str:
-    """Set torchrun's names under any launcher; returns its name.
+    """Set torchrun's variables under any launcher; return its name.
 
     All ranks. Raises a `UserError` if there is no launcher, or if this machine
     cannot find rank 0: without that all would wait for one another.

@@ -1,4 +1,4 @@
-"""What a check, or verify, has answered so far: a table, and the findings.
+"""The state of a check, or of verify: a table and the findings.
 
 It is made of events, in the program itself or in a notebook. Beside those of
 `rankcheck.engine.report` a check has
@@ -53,7 +53,7 @@ Verdicts = Mapping[str, str]  # of one question: by the run's name
 
 
 class Board:
-    """A check, as far as it has come."""
+    """A check and its progress."""
 
     def __init__(self, words: Callable[[str], str] = str) -> None:
         """words: a function that rewrites each text for a notebook."""
@@ -70,7 +70,7 @@ class Board:
         self.said = ""  # the last line that is no event
 
     def read(self, line: str) -> None:
-        """Take in a line that the check prints: an event, as a rule.
+        """Process a line that the check prints, usually an event.
 
         Libraries print, too; only our own warnings are worth showing. An
         error is the last line, and no event comes after it. If it comes after
@@ -86,7 +86,7 @@ class Board:
                 self.update({"finding": ["warn", self.said[7:], ""]})
 
     def end(self) -> None:
-        """No more lines come: if no verdict has, the check has failed."""
+        """Note the end of the output: without a verdict, the check failed."""
         if self.right is None:
             self.update({"say": "The check did not finish."})
             if self.said:
@@ -110,7 +110,7 @@ class Board:
             setattr(self, kind, value)
 
     def to_text(self, colour: bool = False, width: int = 79) -> str:
-        """The table, for a terminal of this width; no word is broken."""
+        """Return the table for a terminal of this width."""
         sizes = [max(3, len(name) + 1) for name in self.columns]
         room = max(20, width - sum(sizes))
         lines = [" " * room + "".join(
@@ -168,7 +168,7 @@ class Board:
         return "".join(out)
 
     def cause(self, text: str, why: str, hint: str) -> str:
-        """HTML of the change that is wrong: a hint comes before the rest."""
+        """Return HTML for the wrong change: a hint before the rest."""
         text, why, hint = map(self.quote, (text, why, hint))
         if not hint:
             return paragraph(f"{text}. {why}", "ask")
@@ -219,7 +219,7 @@ class Board:
 
 
 def legend(signs: Mapping[str, str]) -> str:
-    """What the signs mean: one line. signs: {verdict: sign}."""
+    """Return the signs' meanings in one line. signs: {verdict: sign}."""
     known = "; ".join(f"{sign} {MEANING[verdict]}"
                       for verdict, sign in signs.items())
     return f"{known}; empty: {NOT_ASKED}."

@@ -65,7 +65,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class Text:
-    """What a trained model writes, and what is known of its run."""
+    """A trained model's generated text, and its run."""
 
     about: str
     words: str
@@ -120,7 +120,7 @@ def list_passed() -> list[Passed]:
 
 
 def choose_run(folder: StrPath | None) -> Path | None:
-    """Return the run whose model writes, or None where there is none.
+    """Return the run whose model generates, or None if there is none.
 
     Raises:
         UserError: the run that was named has no checkpoint.
@@ -142,7 +142,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def write_text(folder: Path) -> Text:
-    """Let the newest model of a run continue the course's prompt.
+    """Generate text with the newest model of a run.
 
     Raises:
         UserError: it cannot, for example as its dataset is gone.

@@ -1,4 +1,4 @@
-"""For those who change the course: do the parts of each lesson fit together?
+"""For contributors: check that the parts of each lesson fit together.
 
     python -m workshop dev check              every stage, in seconds
     python -m workshop dev check ddp          one stage
@@ -26,7 +26,7 @@ from workshop.stages import STAGES, Stage, find
 
 @dataclass(frozen=True)
 class Problem:
-    """What does not fit, and what to do about it."""
+    """Something that does not fit, and its fix."""
 
     text: str
     fix: str
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def describe(stage: Stage) -> str:
-    """Say what was found to fit."""
+    """Describe the files of a stage that fit together."""
     if not stage.after:
         return "solution and batch file"
     count = len(documents.load(stage.name))

@@ -1,4 +1,4 @@
-"""Errors of rankcheck, which the tools report as their own.
+"""Report errors of rankcheck as errors of the course's tools.
 
 backstage and rankcheck know nothing of each other: each has a `UserError`, a
 line that says what is wrong and what to do.

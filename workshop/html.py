@@ -22,7 +22,7 @@ def folded(summary: str, content: str, attributes: str = "") -> str:
 
 
 def scrolling(content: str, about: str, tag: str = 'div class="wide"') -> str:
-    """HTML that scrolls, for those who have only a keyboard, too."""
+    """Return HTML that scrolls, also by keyboard."""
     return (f'<{tag} tabindex="0" role="region" aria-label="{about}">'
             f'{content}</{tag.split()[0]}>')
 

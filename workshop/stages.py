@@ -82,7 +82,7 @@ def find(name: str) -> Stage:
 
 
 def require_writable(folder: Path = ROOT) -> None:
-    """Raise a `UserError` in a clone that one may only read."""
+    """Raise a `UserError` in a read-only clone."""
     require(os.access(folder, os.W_OK | os.X_OK), f"{folder} cannot be "
             "written; fix: work in a clone of your own")
 

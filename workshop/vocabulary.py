@@ -1,4 +1,4 @@
-"""Writes the vocabulary of a dataset folder: for what builds one."""
+"""Writes the vocabulary of a dataset folder, for its builder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def save_vocabulary(encoding: tiktoken.Encoding, folder: StrPath) -> None:
 
 
 def save_bytes(folder: StrPath, size: int = 257) -> None:
-    """Write one that nobody has trained: the bytes, and pairs up to its size.
+    """Write an untrained vocabulary: the bytes, and pairs up to its size.
 
     Its last token is the end of a text.
     """

@@ -1,4 +1,4 @@
-"""Does a script compute what the single-device stage computes?
+"""Check that a script computes what the single-device stage computes.
 
 `python -m workshop check ddp` runs the working copy on each mesh of the
 stage for a few steps of preset tiny, in fp32 on the CPU, and compares with

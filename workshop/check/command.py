@@ -1,4 +1,4 @@
-"""python -m workshop check: the working copy, against one device."""
+"""python -m workshop check: compare the working copy with one device."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def check(stage: str, script: str | Path = WORKING_COPY, verbose: bool = False,
 
 
 def require_no_syntax_error(script: Path, data: bytes) -> None:
-    """Raise a `UserError` that says where a script is no Python yet."""
+    """Raise a `UserError` with the place of a script's syntax error."""
     try:
         broken = Script(script, data).syntax_error
     except UserError:  # `require_python` says what it is
@@ -124,7 +124,7 @@ def require_no_syntax_error(script: Path, data: bytes) -> None:
 
 
 def note_whole_check(stage: str, data: bytes, report: Report) -> None:
-    """Record that a script has passed, and tell the class what was found.
+    """Record that a script has passed, and report the findings to the class.
 
     After an error of its own the check does not know whether it is right.
     """

@@ -1,4 +1,4 @@
-"""The runs of a check, one after the other until one is not right.
+"""The runs of a check, in turn, until one is wrong.
 
 Trying a script (`try_out`) prints nothing; what is printed follows from the
 `Outcome` of each run.
@@ -52,7 +52,7 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the questions have found in a run.
+    """The findings of a run.
 
     Attributes:
         planned: what was to be tried.
@@ -118,7 +118,7 @@ def reference_of(bench: Bench) -> StageRun:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A script that is checked.
+    """The check of one script.
 
     Attributes:
         bench: where the runs are made.

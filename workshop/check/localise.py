@@ -1,4 +1,4 @@
-"""Which change makes a script wrong, by trying.
+"""Find the change that makes a script wrong, by experiment.
 
 The lesson's finished script is right. With all differences of the attendee's
 script it is not. So some of them, put into the finished script alone, make it
@@ -214,7 +214,7 @@ def without(diff: Diff, items: Sequence[RemainingChange],
 
 
 def name(part: Sequence[RemainingChange]) -> str:
-    """Return what a part of the differences is called, with its lines."""
+    """Return the name and the lines of a part of the differences."""
     names = []
     for item in part:
         title = "a difference that is not in the lesson"

@@ -37,7 +37,7 @@ Fault = tuple[str, list[int], bool]
 
 
 def numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    """Return random ones, the first dimension being next to itself in memory.
+    """Return random numbers whose first dimension is contiguous.
     """
     return (torch.randn(shape[::-1]) * scale).to(DEVICE).permute(
         tuple(range(len(shape)))[::-1])
@@ -148,7 +148,7 @@ class Memory:
             return store(ptrs, value, self.access(ptrs, mask, "write"), *rest)
 
     def begin(self, kernel: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Begin to watch a kernel that gets these tensors."""
+        """Start watching a kernel that gets these tensors."""
         self.kernel = kernel
         spans = sorted({(x.data_ptr(), x.nbytes) for x in tensors})
         self.first, sizes = np.array(spans).T

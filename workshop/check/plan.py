@@ -1,4 +1,4 @@
-"""What the check tries: the script on each mesh, and what is asked there."""
+"""The plan of a check: its runs on each mesh, and their questions."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class Mesh:
 
     @property
     def nodes(self) -> int:
-        """On how many nodes the processes believe they are."""
+        """The number of nodes that the processes are told."""
         return 2 if self.size >= 4 else 1
 
     def flags(self) -> list[str]:
-        """Return the flags that tell it a sharded stage."""
+        """Return the flags of this mesh for a sharded stage."""
         flags = []
         if self.pp > 1:
             flags += ["--pipeline-parallel", str(self.pp)]

@@ -1,4 +1,4 @@
-"""Watches what the course's own scripts do: what the check compares."""
+"""Records what the course's scripts do, which the check compares."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def terminated(log: Log) -> None:
 
 
 def trainer(log: Log) -> None:
-    """Watch Lightning's; it writes into the log's folder if told none."""
+    """Watch Lightning's Trainer; by default it writes to the log's folder."""
     with contextlib.suppress(ImportError):  # the script will say it
         from lightning.pytorch.trainer.trainer import Trainer
 

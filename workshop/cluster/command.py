@@ -66,12 +66,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def say(text: str) -> None:
-    """Print a line that is no part of what a shell evaluates."""
+    """Print a line to stderr, which a shell does not evaluate."""
     print(text, file=sys.stderr, flush=True)
 
 
 def end(cluster: Cluster, name: str) -> int:
-    """End a cluster; say what stays in the shell that has used it."""
+    """End a cluster; say what remains in the shell that used it."""
     if not cluster.down():
         say(f"no cluster {name} is up")
         return 0

@@ -103,7 +103,7 @@ exec nsenter --target {pid} {user}--mount --uts --net \\
 
 @dataclass(frozen=True)
 class Programs:
-    """What runs the cluster: where it is, which version, as which user."""
+    """The programs that run the cluster, their version and their user."""
 
     sbatch: str  # the others are beside it
     version: tuple[int, ...]

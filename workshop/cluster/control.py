@@ -1,4 +1,4 @@
-"""Starts, looks at and ends a cluster, from outside of its namespaces."""
+"""Starts, inspects and ends a cluster, from outside its namespaces."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Cluster:
         return self.place.read()
 
     def is_up(self) -> bool:
-        """Say whether a start has come to its end, and has not ended since."""
+        """Return whether the cluster has started completely and still runs."""
         return self.place.complete.exists() and self.has_namespaces()
 
     def has_namespaces(self) -> bool:
@@ -87,7 +87,7 @@ class Cluster:
     # ------------------------------------------------------------ actions
 
     def up(self, settings: Settings | None = None) -> None:
-        """Start the cluster, or those of its parts that do not run.
+        """Start the cluster, or its parts that are not running.
 
         A start that was killed is started anew: nobody has used it.
 
@@ -146,7 +146,7 @@ class Cluster:
         require(shutil.disk_usage(above).free >= SPACE, NO_SPACE.format(above))
 
     def write_key(self) -> None:
-        """Write munge's key, by which the daemons know each other."""
+        """Write munge's key, with which the daemons authenticate."""
         file = os.open(self.place.key, os.O_WRONLY | os.O_CREAT, 0o600)
         with open(file, "wb") as opened:
             opened.write(os.urandom(128))
@@ -191,7 +191,7 @@ class Cluster:
             time.sleep(0.1)
 
     def find_missing(self, names: list[str]) -> list[str]:
-        """Return those of the parts that do not run, or do not answer."""
+        """Return the parts that are not running, or do not answer."""
         running = {part.name for part in self.parts() if part.runs}
         missing = [name for name in names if name not in running]
         if missing:

@@ -127,7 +127,7 @@ class Controller:
             call("ip", *line.split())
 
     def provide_devices(self) -> None:
-        """Make the GPUs that SLURM gives to jobs, and hide the real ones.
+        """Create the GPUs that SLURM gives to jobs, and hide the real ones.
 
         SLURM asks for devices, which need not work.
         """

@@ -1,4 +1,4 @@
-"""What this machine needs for a cluster, and what it lacks."""
+"""Check that this machine has what a cluster needs."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ LONGEST_PATH = 80  # sockets have at most 107 characters
 
 @dataclass(frozen=True)
 class Settings:
-    """What the nodes claim to have. Nothing of it needs to be real."""
+    """What the nodes claim to have, which need not be real."""
 
     nodes: int = 3
     gpus: int = 4  # on each node
@@ -89,7 +89,7 @@ class Place:
 
     @property
     def started(self) -> Path:
-        """A file that is there once the parts have been started."""
+        """A file that exists once the parts have been started."""
         return self.folder / "run" / "started"
 
     @property
@@ -99,7 +99,7 @@ class Place:
 
     @property
     def complete(self) -> Path:
-        """A file that is there once `up` has come to its end."""
+        """A file that exists once `up` has finished."""
         return self.folder / "run" / "complete"
 
     def spool(self, node: str) -> Path:

@@ -1,4 +1,4 @@
-"""A script, read; and the working copy: locked, replaced, and backed up.
+"""Read scripts; lock, back up and replace the working copy.
 
 What was in the working copy is kept in code/backups/, under a date and a
 running number: 20261231-235959-7.py. The number alone gives the order, since
@@ -74,7 +74,7 @@ def explain(error: SyntaxError, lines: list[str]) -> str:
 
 @contextmanager
 def lock_working_copy() -> Iterator[None]:
-    """Let only one process at a time read the script and replace it.
+    """Let one process at a time read and replace the script.
 
     None is locked where the file system has no locks, or is only read.
     """
@@ -139,7 +139,7 @@ def replace_working_copy(data: bytes, before: bytes | None,
 
 
 class WrittenInPart(UserError):
-    """The script is damaged; its backup is whole."""
+    """The script was written only in part; its backup is complete."""
 
 
 def write_through(path: Path, data: bytes, check: Callable[[bytes], object],

@@ -59,7 +59,7 @@ def texts(path: str) -> str:
 
 
 def stale(path: str) -> str:
-    """HTML that says when the view under it is dead.
+    """Return HTML that says when the view under it is no longer updated.
 
     path: in JupyterLab, of the file into which its kernel writes the time.
     """
@@ -69,7 +69,7 @@ def stale(path: str) -> str:
 
 
 def link(text: str, line: str = "") -> str:
-    """HTML: JupyterLab opens the attendee's script beside, at the line."""
+    """Return a link with which JupyterLab opens the script at the line."""
     path = f"../{show_path(WORKING_COPY)}{line and f'#line={int(line) - 1}'}"
     return f'<a href="{path}">{text}</a>'
 

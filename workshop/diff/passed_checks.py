@@ -54,7 +54,7 @@ def last_passed(stage: str) -> str | None:
 
 
 def read() -> dict[str, dict[str, str]]:
-    """What is recorded; nothing if the file is damaged or unreadable."""
+    """Return the record; empty if the file is corrupt or unreadable."""
     try:
         return load()
     except OSError:
@@ -62,7 +62,7 @@ def read() -> dict[str, dict[str, str]]:
 
 
 def load() -> dict[str, dict[str, str]]:
-    """What is recorded; nothing if there is no file, or it is damaged.
+    """Return the record; empty if there is no file, or it is corrupt.
 
     Raises `OSError` if it cannot be read: what is in it may be needed later.
     """

@@ -1,4 +1,4 @@
-"""What is left to change, for people: in a terminal and in a notebook."""
+"""Show what is left to change, in a terminal and in a notebook."""
 
 from __future__ import annotations
 

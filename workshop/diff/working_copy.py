@@ -1,4 +1,4 @@
-"""Changes to the attendee's script that lose nothing: `apply` and `reset`.
+"""Change the working copy without losing edits: `apply` and `reset`.
 
 What was in the script is kept as a backup: see workshop/diff/backups.py.
 And what is done so far, and what comes next.
@@ -39,7 +39,7 @@ REOPEN = ("Reopen the script if an editor shows the old one. In JupyterLab, "
 
 
 def changes_passed(diff: Diff) -> list[RemainingChange]:
-    """Return the changes in words of one's own that a check has found right.
+    """Return the changes that are written differently and pass the check.
 
     A change that is not made at all may pass a check, too.
     """
@@ -103,7 +103,7 @@ def apply(stage: str, numbers: Sequence[int] = ()) -> None:
 
 
 def reset(name: str) -> None:
-    """Make a stage, or the backup with that date, the working copy."""
+    """Replace the working copy by a stage, or by the backup of that date."""
     if name in STAGES:
         put_back(STAGES[name].solution, name)
         return
@@ -117,7 +117,7 @@ def reset(name: str) -> None:
 
 
 def undo() -> None:
-    """Put back the previous version of the working copy.
+    """Restore the previous version of the working copy.
 
     Done twice, it brings this version back.
     """
@@ -156,7 +156,7 @@ def describe(backup: Path) -> str:
 
 
 def put_back(source: Path, name: str) -> None:
-    """Make the working copy a copy of `source`."""
+    """Replace the working copy by a copy of `source`."""
     data = read_script(source, most=-1)
     with lock_working_copy():
         before = read_working_copy()
@@ -173,14 +173,14 @@ def put_back(source: Path, name: str) -> None:
 
 
 def read_working_copy() -> bytes | None:
-    """The bytes of the working copy, or None if it is not there."""
+    """Return the bytes of the working copy, or None if it does not exist."""
     if not WORKING_COPY.exists():
         return None
     return read_script(WORKING_COPY, most=-1)
 
 
 def undone_changes(diff: Diff) -> list[int]:
-    """The changes that `apply` has made and that are left again, sorted.
+    """Return the changes that `apply` made and that are lost again, sorted.
 
     An editor that shows an older version may have saved that: then one of them
     is as it was, and what `apply` made later has gone with it.

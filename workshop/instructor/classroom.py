@@ -54,7 +54,7 @@ MARK = "made by python -m workshop class, which replaces it"
 
 
 def note(stage: str, **what: Any) -> None:
-    """Add a line to my file in the class's folder, if I take part."""
+    """Add a line to this attendee's file in the class folder, if any."""
     folder = os.environ.get("WORKSHOP_CLASS")
     if not folder:
         return
@@ -81,7 +81,7 @@ def my_name() -> str:
 
 @dataclass
 class Person:
-    """What is known of somebody who takes part."""
+    """What is known about an attendee who takes part."""
 
     stage: str  # of the lesson
     left: list[int]  # the numbers of the changes that are left
@@ -115,7 +115,7 @@ def read_lines(text: str) -> Iterator[dict[str, Any]]:
 
 
 def summarise(lines: list[dict[str, Any]]) -> Person:
-    """What somebody's lines say about the lesson of the last one."""
+    """Summarise an attendee's lines about their current lesson."""
     lines.sort(key=lambda line: line["time"])
     stage = lines[-1]["stage"]
     lines = [line for line in lines if line["stage"] == stage]
@@ -166,7 +166,7 @@ def is_long(person: Person, now: float) -> bool:
 
 
 def describe(person: Person, now: float) -> str:
-    """What stands behind a row."""
+    """Return the text at the end of a row."""
     if person.right:
         return "right"
     words = ["not right yet"] if person.right is False else []

@@ -1,7 +1,7 @@
-"""Merge the newest course into this clone, and keep what was edited.
+"""Merge the newest course into this clone, and keep local edits.
 
-What is edited is copied before; the working copy stays. Where an edit and the
-course do not go together, the edit is in the copy and in the stash.
+Edited files are copied before; the working copy stays. Where an edit and the
+course conflict, the edit is in the copy and in the stash.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def say(step: str) -> None:
 
 
 def put_back(edited: object) -> Path | None:
-    """Put the working copy that is aside back, or move it to the backups.
+    """Move the script that is aside back, or to the backups.
 
     edited: whether somebody has saved another script there meanwhile. Returns
     the backup, or None.
@@ -114,7 +114,7 @@ def put_back(edited: object) -> Path | None:
 
 
 def give_back(source: str) -> None:
-    """Give back the script that an update had moved away and was killed."""
+    """Restore the script that a killed update had moved away."""
     if os.path.lexists(ASIDE):
         edited = WORKING_COPY.exists() and all(
             git.names(*CHANGED, version, "--", WORKING_COPY)
@@ -130,7 +130,7 @@ def give_back(source: str) -> None:
 
 
 def store_autostash() -> None:
-    """Keep what git had put away for a merge that was killed."""
+    """Keep what git had stashed for a merge that was killed."""
     stash = ROOT / git.run("rev-parse", "--git-path", "MERGE_AUTOSTASH")
     if stash.exists():
         git.run("stash", "store", "-m", "edits that a killed merge had put "

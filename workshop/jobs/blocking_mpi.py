@@ -1,4 +1,4 @@
-"""MPI as checks and tests use it: who waits for the others sleeps.
+"""MPI for checks and tests: a waiting rank sleeps instead of spinning.
 
 An MPI library looks for messages without pause while it waits. Four ranks on
 two cores then take the cores from one another, and nobody sees from outside

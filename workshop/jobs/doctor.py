@@ -1,4 +1,4 @@
-"""Does this machine have everything the workshop needs? One line per answer.
+"""Check that this machine has what the course needs, a line per answer.
 
 It works without torch, too: then the questions that need torch say so. With
 --ranks, under any launcher, it asks all ranks: see doctor_ranks.py. Run as a
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the answers; return 1, the exit status, if anything is to do."""
+    """Print the answers; return the exit status, 1 if anything fails."""
     if args.ranks:
         join_world()
         from workshop.jobs.doctor_ranks import ask_ranks
@@ -181,7 +181,7 @@ def name_libraries() -> str:
 
 
 def ask_processes() -> str:
-    """Whether two processes reach each other."""
+    """Check whether two processes reach each other."""
     import torch
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -211,7 +211,7 @@ def ask_mpi() -> str:
 
 
 def start_ranks(number: int, device: str, **options: Any) -> str:
-    """What so many processes on this machine say of their all-reduce."""
+    """Return the result of an all-reduce over N processes here."""
     from rankcheck.engine.ranks import launch
     from rankcheck.engine.scratch import scratch_folder
 

@@ -101,7 +101,7 @@ def start(*arguments: object, stdin: int = subprocess.PIPE,
 
 
 def last_line(output: str, silent: str = "no message") -> str:
-    """What went wrong: the script's own first error, else its last line."""
+    """Return the script's own first error, or its last line."""
     lines = [line for line in output.splitlines() if line.strip()]
     own = [found[1] for found in map(SAID.match, lines) if found]
     return (own[:1] or lines[-1:] or [silent])[0]

@@ -63,7 +63,7 @@ class Place:
 
 def find_place(env: Mapping[str, str],
                count_devices: Callable[[], int]) -> Place:
-    """Where we are. count_devices: a function that counts this machine's.
+    """Return where we run. count_devices: counts this machine's devices.
 
     Raises a `UserError` if the job does not say how many processes it wants.
     """
@@ -223,7 +223,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def ask(*command: str) -> str:
-    """What a program says; a `UserError` if it fails."""
+    """Return a program's output; raise a `UserError` if it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True,
                               check=True).stdout

@@ -1,4 +1,4 @@
-"""mpirun starts this in the place of a rank, which is forked elsewhere.
+"""A proxy that mpirun starts for a rank, which is forked elsewhere.
 
     mpirun -n N python workshop/jobs/mpirun_proxy.py FOLDER
 

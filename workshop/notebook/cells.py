@@ -74,7 +74,7 @@ def compare(first, then):
 
 @in_one_line
 def diff(stage, hints=None, all=False):
-    """What is left to change in your script, and why; anew at each save.
+    """Show what is left to change in your script, and why; follows saves.
 
     hints: whether the code stays folded; left out, it is as site.sh says.
     all: all of it at once, without the reasons, as git shows it.
@@ -205,7 +205,7 @@ def reset(name=""):
 
 @in_one_line
 def undo():
-    """Go back to the previous version of my script; twice, and it is back."""
+    """Go back to the previous version of my script; twice undoes that."""
     return how_to_reload(working_copy.undo)
 
 
@@ -235,7 +235,7 @@ cadence, data_parallel, nodes, samples_read, strategies, tied, words = map(
 
 @in_one_line
 def doctor():
-    """Does this machine have everything the workshop needs?"""
+    """Check that this machine has what the course needs."""
     os.environ.update(interpreter.sbatch_variables())
     run_and_show("-m", "workshop", "doctor")
 
@@ -300,7 +300,7 @@ def load_extension():
 
 @in_one_line
 def verify(script, mistake=0, *flags):
-    """Does the script train as two processes as it does as one?
+    """Check that the script trains the same as two processes as one.
 
     script: your own with its flags, or the number of the lesson's edits to
     make in its script, with one of the mistakes of "Break it".

@@ -98,7 +98,7 @@ def require_cluster() -> None:
 
 @output.in_one_line
 def cluster(action="status", node=""):
-    """Start a SLURM on this machine, look at it, or end it.
+    """Start, inspect or end a SLURM on this machine.
 
     action: "up", "status", "down"; "kill" and "start", with a node's name.
     """

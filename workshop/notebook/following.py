@@ -1,4 +1,4 @@
-"""Views that follow the script: shown anew whenever it is saved.
+"""Views that follow the script: updated whenever it is saved.
 
 If the page was reloaded or this process died, the view marks itself as stale.
 """

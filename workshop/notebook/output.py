@@ -43,7 +43,7 @@ class Shown:
 
 
 def complaint(error: object) -> Shown:
-    """What went wrong, in one line."""
+    """Show an error in one line."""
     line = paragraph(page.quote(str(error)), "bad")
     text = page.as_calls(str(error))
     return Shown(page.box(line, str(error)), text, **{COMPLAINT: text})

@@ -167,7 +167,7 @@ def tensors(shown: Sequence[Sequence[State]], width: float = 560,
 
 def passed(x: float, y: float, width: float, source: int | None,
            above: int | None, pitch: float) -> list[str]:
-    """A mark around a number that has just come, and the arrow it came by.
+    """Mark a number that was just received, with the arrow of its way.
 
     above: the rank in the row above; an arrow from another rank has its name.
     """
@@ -181,7 +181,7 @@ def passed(x: float, y: float, width: float, source: int | None,
 
 
 def number(value: float) -> str:
-    """As short as it goes."""
+    """Return a number in its shortest form."""
     return f"{value:g}" if value < 10**6 else f"{value:.0e}"
 
 

@@ -56,7 +56,7 @@ def why():
 
 
 def reason(text, last):
-    """What `why` prints: what is wrong, what to try, the evidence folded."""
+    """Show `why`'s answer: the fault, the fix, and the evidence folded."""
     answer, *evidence = re.split("^(?=  )", text, maxsplit=1, flags=re.M)
     fault, *lines = page.quote(answer).splitlines()
     kind = "good" if fault.startswith("no fault is proven") else "bad"

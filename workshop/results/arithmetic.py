@@ -1,4 +1,4 @@
-"""What a model takes, by arithmetic: memory, and what its processes send.
+"""A model's memory, and its processes' traffic, by arithmetic.
 
 The formulas are those that the lessons explain and measure. All is in fp32, as
 without autocast; GB are 10**9 bytes. test_traffic.py counts that of real runs;
@@ -79,7 +79,7 @@ def activations(config: Config, recompute: bool = False) -> int:
 
 
 def at_most(config: Config, recompute: bool = False) -> int:
-    """Bytes that a sample takes in the backward pass, where they are most.
+    """Return a sample's peak bytes in the backward pass.
 
     First come the gradients of the logits and of their log-softmax, each as
     large as what is kept of them, while no block is recomputed yet.
@@ -185,7 +185,7 @@ class Calls(Traffic):
     """{collective: (calls, bytes)}"""
 
     def add(self, name: str, number: int, elements: int) -> None:
-        """So many calls, each of which puts in so many fp32 numbers."""
+        """Add N calls, each with so many fp32 numbers."""
         if number:
             calls, size = self.get(name, (0, 0))
             self[name] = calls + number, size + number * elements * FP32

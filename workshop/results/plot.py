@@ -315,7 +315,7 @@ def colour(run: Result) -> str:
 
 
 def note(ax: Axes, text: str, y: float = 0.5) -> str:
-    """Say what is missing, in the panel at that height; returns the text."""
+    """Write what is missing into the panel at that height; return it."""
     ax.annotate(text, (0.5, y), xycoords="axes fraction", alpha=0.8,
                 ha="center", va="center")
     return text.replace("\n", " ")

@@ -50,7 +50,7 @@ ALIKE = ("preset", "data", "minibatch_size", "sequence_length")
 
 
 def read_started(folder: StrPath) -> dict[str, Any]:
-    """What a run says of itself in `hyperparameters.json`, a dictionary.
+    """Return the content of a run's `hyperparameters.json`.
 
     Raises `FileNotFoundError`, or a `UserError` if it is damaged.
     """
@@ -81,7 +81,7 @@ def read_metrics(file: StrPath) -> Iterator[Row]:
 
 
 def describe(folder: StrPath) -> str:
-    """How a run was started, in one line; "" where it does not say it."""
+    """Return how a run was started, in one line; "" if unknown."""
     with suppress(UserError, FileNotFoundError):
         record = read_started(folder)
         with reading(Path(folder) / RECORD):

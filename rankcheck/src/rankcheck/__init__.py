@@ -1,4 +1,4 @@
-"""Starts, watches and judges anybody's training script."""
+"""Check any distributed training script, and explain why a job hangs."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def updated(run: StageRun, reference: StageRun) -> Finding | None:
 @question("it runs to its end", ("whole", "resumed", "bf16", "fsdp2"),
           early=True)
 def how_it_ends(run: StageRun, reference: StageRun) -> Finding | None:
-    """Whether every rank comes to its end, after all steps."""
+    """Whether every rank finishes, after all steps."""
     finding = exits.explain(run)
     if finding:
         return finding
@@ -156,7 +156,7 @@ def parting(run: StageRun, reference: StageRun) -> Finding | None:
 
 @question("each process asks for its own device")
 def devices(run: StageRun, reference: StageRun) -> Finding | None:
-    """What it would take on a machine with accelerators."""
+    """Which device it would use on a machine with accelerators."""
     calls = [node for node in ast.walk(run.tree())
              if isinstance(node, ast.Call) and re.search(
                  r"(Trainer|init_process_group|device|model\.to)$",
@@ -185,7 +185,7 @@ def devices(run: StageRun, reference: StageRun) -> Finding | None:
 
 @question("every name that it uses is defined")
 def definitions(run: StageRun, reference: StageRun) -> Finding | None:
-    """Also where the check does not come by, as under --compile."""
+    """Also in code that the check does not run, as under --compile."""
     for message in Checker(run.tree()).messages:
         if isinstance(message, UndefinedName):
             return fail([f"{message.message_args[0]} is not defined (",
@@ -196,7 +196,7 @@ def definitions(run: StageRun, reference: StageRun) -> Finding | None:
 @question("a minibatch that cannot be shared is refused", ("uneven",),
           early=True)
 def uneven(run: StageRun, reference: StageRun) -> Finding | None:
-    """Whether all ranks end at once where the samples do not go round."""
+    """Whether all ranks end together if the samples do not divide evenly."""
     said = (f"with a minibatch of {UNEVEN} samples, which 2 ranks with "
             f"microbatches of {B} cannot share, ")
     if any(map(run.count_steps, range(run.mesh.size))):

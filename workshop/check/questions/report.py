@@ -44,7 +44,7 @@ def evaluated(run: StageRun, reference: StageRun) -> Finding | None:
 
 @question("the logged seconds are those of the steps")
 def logged_seconds(run: StageRun, reference: StageRun) -> Finding | None:
-    """They are in no doubt on a busy machine, either: the run took longer."""
+    """Whether the logged seconds are plausible: the run took longer."""
     logged = sum(number(row, "seconds") for row in run.rows)
     if not 0 < logged <= run.seconds:
         return fail(f"the log says {logged:.1f} seconds for all steps, and "

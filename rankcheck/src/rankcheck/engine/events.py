@@ -1,4 +1,4 @@
-"""What a rank's record has of its collectives, a line of JSON for each."""
+"""The collectives in a rank's record, a line of JSON for each."""
 
 from __future__ import annotations
 

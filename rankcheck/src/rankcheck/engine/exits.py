@@ -1,4 +1,4 @@
-"""How a run ended, where it did not end well: what happened, and where."""
+"""How a failed run ended: what happened, and where."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def explain(run: RunRecord) -> Finding | None:
     said = {rank: last_words(run, rank) for rank in failed}
 
     def blame(rank: int) -> tuple[bool, bool]:
-        """Sort those last that only saw what another rank did."""
+        """Sort last the ranks whose error follows from another rank's."""
         killed = run.kills and (run.ranks[rank].status or 0) < 0
         return killed, bool(EFFECT.search(said[rank].text))
 
@@ -158,7 +158,7 @@ def own_places(run: RunRecord, err: str) -> list[Fragment]:
 
 
 def where(run: RunRecord, rank: int) -> list[Fragment]:
-    """Say what a rank does, or did last, by its stack and record."""
+    """Say what a rank is doing, or did last, from its stack and record."""
     if run.ranks[rank].status == 0:
         return [f"rank {rank} has ended"]
     # what came before it may be of an error that the script has caught
@@ -178,7 +178,7 @@ def where(run: RunRecord, rank: int) -> list[Fragment]:
 
 
 def where_all(run: RunRecord) -> list[Fragment]:
-    """Say what each rank does, or did last."""
+    """Say what each rank is doing, or did last."""
     sentence = where(run, 0)
     for rank in range(1, len(run.ranks)):
         sentence += [", ", *where(run, rank)]
@@ -186,7 +186,7 @@ def where_all(run: RunRecord) -> list[Fragment]:
 
 
 def find_mismatch(run: RunRecord) -> list[Fragment]:
-    """Say where the ranks first call different collectives, [] if nowhere."""
+    """Say where the ranks first call different collectives; [] if nowhere."""
     if not run.alike:
         return []
     calls = [[call for call in run.calls(rank) if call["call"] not in TO_ONE]

@@ -1,4 +1,4 @@
-"""What a question has found, what a sentence says of it, and a report."""
+"""Findings, the text of a finding, and the report of all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Line(int):
-    """A line of the script that was tried, within a sentence."""
+    """A line of the script under test, within a finding's text."""
 
     def __str__(self) -> str:
         return f"line {int(self)}"
@@ -91,7 +91,7 @@ class Finding:
 
 
 class Details(TypedDict, total=False):
-    """Further fields of a `Finding`, as arguments of those who make one."""
+    """Optional fields of a `Finding`, as keyword arguments."""
 
     kind: str
     ranks: Sequence[int]

@@ -54,7 +54,7 @@ class Job:
 
 
 class Server:
-    """The process that forks the ranks, as the program sees it.
+    """A handle of the process that forks the ranks.
 
     It counts the jobs: the system gives the number of a process that has
     ended to a new one. hashes: the seed of Python's hashes in all of them.
@@ -89,7 +89,7 @@ class Server:
         return self.jobs[number]
 
     def listen(self, seconds: float) -> None:
-        """Wait at most that long for news of starts and ends."""
+        """Wait at most that long for messages about starts and ends."""
         while self.link.poll(seconds):
             try:
                 event, number, value = self.link.recv()
@@ -102,7 +102,7 @@ class Server:
             seconds = 0
 
     def end(self) -> None:
-        """End the server and all that it has forked, at once."""
+        """Kill the server and all processes that it forked."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -110,7 +110,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Activity:
-    """What processes do.
+    """What processes are doing.
 
     Attributes:
         seconds: how long each thread has used a CPU, by the thread's number.
@@ -123,7 +123,7 @@ class Activity:
 
 
 def measure_activity(servers: set[int], others: set[int]) -> Activity | None:
-    """Return what the processes of some sessions do.
+    """Return what the processes of some sessions are doing.
 
     Args:
         servers: the numbers of servers, of which all that they have forked
@@ -163,7 +163,7 @@ PAUSE = 0.02  # seconds between two looks at which ranks have ended
 
 def get_servers(preload: Sequence[str] = PRELOAD, size: int = 1,
                 hashes: int | None = None) -> list[Server]:
-    """Return the servers of so many ranks, and start those that are missing.
+    """Return the servers for N ranks, and start those that are missing.
 
     Args:
         preload: modules that a server imports when it is started.
@@ -194,7 +194,7 @@ def end_all() -> None:
 
 
 def serve(descriptor: int, preload: Sequence[str]) -> None:
-    """In the server: fork a process for each job, and tell when it ends."""
+    """In the server: fork a process for each job, and report its end."""
     # Lightning loads it, and it warns where HOME cannot be written
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     preload_all(preload)
@@ -221,7 +221,7 @@ def serve(descriptor: int, preload: Sequence[str]) -> None:
 
 
 def preload_all(names: Iterable[str]) -> None:
-    """Import what has not been tried before.
+    """Import the modules that were not tried before.
 
     Garbage collection would take a quarter of the time and find nothing; the
     forked ranks do not look through what is imported here, either.
@@ -312,7 +312,7 @@ def run_script(run: Run, rank: int, port: int, output: str) -> int:
 
 
 def finish_once(finish: Callable[[], None], launcher: Torchrun) -> None:
-    """Let `finish` be called where this process ends, also by os._exit."""
+    """Call `finish` when this process ends, also by os._exit."""
     leave, owner = os._exit, os.getpid()
 
     def visible_exit(status: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Waits for the ranks of a `ranks.Launch`, as long as they work."""
+"""Waits for the ranks of a `ranks.Launch` while they make progress."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONE_WAY = (("send", "ssend"), ("recv",))  # calls of which none ends another
 
 @dataclass(frozen=True)
 class Budget:
-    """What the ranks may take until they are given up.
+    """The time that the ranks may take before they are killed.
 
     Attributes:
         allowed: seconds of a CPU for a step of each rank.
@@ -57,7 +57,7 @@ class ActivitySample:
 
 @dataclass
 class Patience:
-    """Whether to give the ranks up, by what they do and not by the clock.
+    """Decides when to kill ranks: by their activity, not by the clock.
 
     On a busy machine everything takes longer, but not more seconds of a CPU:
     they are given up when they have used too many of those without a step,
@@ -82,7 +82,7 @@ class Patience:
         self.begin = self.last = self.stepped = self.said = time.monotonic()
 
     def __call__(self) -> bool:
-        """Return whether the ranks are to be given up now."""
+        """Return whether to kill the ranks now."""
         now = time.monotonic()
         if now - self.last < 0.15:
             return False
@@ -103,7 +103,7 @@ class Patience:
         return bool(self.reason)
 
     def find_reason(self, now: float, steps: int) -> str:
-        """Return why the ranks are to end, "" if they are to go on.
+        """Return why to end the ranks, "" to let them continue.
 
         Args:
             now: as time.monotonic() says it.
@@ -156,7 +156,7 @@ class Patience:
 
 def hangs(events: Sequence[list[Event]], lines: Sequence[int | None],
           ended: Set[int]) -> bool:
-    """Return whether the ranks of a job that is idle can never go on.
+    """Return whether the ranks of an idle job can never continue.
 
     Idleness proves nothing: a script may wait for a download, a compiler or
     slow storage. Ranks hang if they have called different collectives of one
@@ -200,7 +200,7 @@ def hangs(events: Sequence[list[Event]], lines: Sequence[int | None],
 
 
 def kind(call: Event) -> tuple[str, int]:
-    """Return what has to be the same on all ranks."""
+    """Return what must be equal on all ranks."""
     elements = call["elements"] if call["call"] == "allreduce" else 0
     return call["call"], elements
 

@@ -19,7 +19,7 @@ def always(subject: object) -> bool:
 
 @dataclass(frozen=True)
 class Question(Generic[Subject]):
-    """Something that has to be so, and the function that finds it out.
+    """A property that must hold, and the function that checks it.
 
     Attributes:
         title: what is right where the answer is "ok".
@@ -47,7 +47,7 @@ class Question(Generic[Subject]):
 
 @dataclass(frozen=True)
 class QuestionResults(Generic[Subject]):
-    """What questions have found.
+    """The findings of questions.
 
     Attributes:
         subject: with all that was learned of it.

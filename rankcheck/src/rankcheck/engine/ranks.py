@@ -102,7 +102,7 @@ class Launch:
         return []
 
     def text(self, rank: int, name: str) -> str:
-        """Return what a rank has printed: all, or as much from both its ends.
+        """Return a rank's output: all of it, or its beginning and end.
 
         name: "out", "err", or "stack".
         """
@@ -116,7 +116,7 @@ class Launch:
             return ""
 
     def lines(self) -> list[int | None]:
-        """Return the script's line that each rank is in, None if in none."""
+        """Return the script's line that each rank is in, or None."""
         line = re.compile(rf'File "{re.escape(self.script)}", line (\d+)')
         lines: list[int | None] = []
         for stack in self.stacks():
@@ -145,14 +145,14 @@ class Launch:
                    for file in self.folder.glob(f"*.{name}"))
 
     def clear(self) -> None:
-        """End what is left of the ranks, and remove what they have printed."""
+        """Kill what remains of the ranks, and remove their output."""
         self.signal(signal.SIGKILL)
         self.launcher.end()
         shutil.rmtree(self.folder, ignore_errors=True)
         fork_server.folders.discard(self.folder)
 
     def activity(self) -> fork_server.Activity | None:
-        """Return what the ranks do, and all that a launcher has started."""
+        """Return the activity of the ranks and of a launcher's processes."""
         return fork_server.measure_activity(
             {job.server.process.pid for job in self.jobs},
             {process.pid for process in self.launcher.processes})
@@ -165,7 +165,7 @@ class Launch:
 def launch(script: str | Path, *flags: Flag, timeout: float = 120,
            env: Mapping[str, str] | None = None,
            **options: Unpack[RunOptions]) -> list[Rank]:
-    """Start a script, wait until it has ended, and return how its ranks did.
+    """Start a script, wait for its end, and return how its ranks ended.
     """
     return Launch(script, *flags, env=env, **options).wait(timeout)
 

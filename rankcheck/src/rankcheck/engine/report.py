@@ -1,4 +1,4 @@
-"""Tells what verify does and finds, in text or in JSON.
+"""Prints what verify does and finds, as text or JSON.
 
 It reports events, dictionaries that JSON can hold:
 
@@ -29,10 +29,10 @@ class Quiet:
     interrupted = b"\ninterrupted\n"
 
     def report(self, **event: Any) -> None:
-        """Tell of an event, one argument: see above."""
+        """Report an event, one argument: see above."""
 
     def say(self, text: str = "") -> None:
-        """Tell a line of text."""
+        """Print a line of text."""
         self.report(say=text)
 
 

@@ -1,4 +1,4 @@
-"""A script as several processes: what is run, and what each one is told."""
+"""A run of a script: its processes, and what each one is told."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel",
 
 
 class Torchrun:
-    """Tells the ranks what torchrun does, but that it is torchrun.
+    """Sets torchrun's variables, except those that name torchrun itself.
 
     Another launcher is a subclass. Each rank gets it, pickled before `begin`.
     """
@@ -28,7 +28,7 @@ class Torchrun:
     waiting_files: tuple[str, ...] = ("distributed_c10d.py",)
 
     def begin(self, run: Run, folder: Path) -> None:
-        """Start what the forked ranks need. folder: for its files."""
+        """Start what the forked ranks need. folder: where its files go."""
 
     def check(self) -> None:
         """Raise a `UserError` if it cannot do that."""
@@ -101,7 +101,7 @@ class Run:
 
 
 class RunOptions(TypedDict, total=False):
-    """The fields of a `Run` that have a default, as arguments of others."""
+    """The optional fields of a `Run`, as keyword arguments."""
 
     world_size: int | None
     nodes: int

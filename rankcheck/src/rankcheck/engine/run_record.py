@@ -1,4 +1,4 @@
-"""A run: a script is started once, watched, and what came is collected."""
+"""A run: start a script once, watch it, and collect its record."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RunRecord:
         return [self.record_of(rank) for rank in range(len(self.records))]
 
     def record_of(self, rank: int) -> RankRecord:
-        """Return the record of a rank that has left one.
+        """Return the record of a rank that left one.
 
         Raises:
             InternalError: it has left none, which the caller has to rule out.
@@ -83,7 +83,7 @@ class RunRecord:
         return record
 
     def asked(self, what: str, rank: int = 0) -> list[Any]:
-        """Return the values with which a rank has asked for something."""
+        """Return the values that a rank requested for something."""
         return self.record_of(rank).asked_values(what)
 
     @property
@@ -106,7 +106,7 @@ def watch(run: AnyRunRecord, flags: Iterable[Flag], seen: Path,
           say: Callable[[str], None], budget: Budget, *,
           env: Mapping[str, str] | None = None,
           **options: Unpack[RunOptions]) -> AnyRunRecord:
-    """Run the script of a record once, under observation, and fill it in.
+    """Run a record's script once, watch it, and fill the record in.
 
     Args:
         flags: of the script.

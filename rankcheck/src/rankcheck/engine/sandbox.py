@@ -126,7 +126,7 @@ class Sandbox:
             on_event("import", ["torch.serialization"])
 
     def before_change(self, kind: int, path: Any) -> None:
-        """Put a copy where `path` leads, or end this process.
+        """Copy the file that `path` leads to, or end this process.
 
         Args:
             kind: of the change, from `NEW` to `EMPTY`.
@@ -146,7 +146,7 @@ class Sandbox:
                 self.before_change_outside(kind, place)
 
     def before_change_outside(self, kind: int, place: str) -> None:
-        """End this process if it would change what was there before."""
+        """End this process if it would change an existing file."""
         if not os.path.lexists(place):
             self.note("made", place)
             return
@@ -160,7 +160,7 @@ class Sandbox:
             os._exit(1)
 
     def copy_up(self, kind: int, path: str) -> None:
-        """Make what is on the way to `path` folders and files of the copy."""
+        """Copy the folders and files on the way to `path`."""
         with open(f"{self.ours}/{NOTES}/lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             here, names = self.top, path[len(self.top):].split("/")[1:]
@@ -182,7 +182,7 @@ class Sandbox:
                     self.copy_file(place, here, kind == EMPTY)
 
     def follow(self, link: str, room: Room) -> None:
-        """Let a link in the copy lead to a copy of what it leads to."""
+        """Make a link in the copy lead to a copy of its target."""
         place = os.path.realpath(link)
         if os.path.exists(place) and not is_below(place, self.ours):
             self.copy_up(ENTRY, self.top + place)
@@ -194,7 +194,7 @@ class Sandbox:
                 os.symlink(self.top + place, link)
 
     def copy_file(self, place: str, here: str, empty: bool) -> None:
-        """Put a copy in the place of a link to a file, whole or not at all.
+        """Replace a link to a file by a copy, atomically.
 
         Args:
             place: of the file.
@@ -213,7 +213,7 @@ class Sandbox:
                 os.unlink(part)
 
     def note(self, name: str, place: str) -> None:
-        """Tell the guards of other processes, and the check, of a place."""
+        """Note a path for the guards of other processes and for the check."""
         with contextlib.suppress(OSError), open(
                 f"{self.ours}/{NOTES}/{name}", "a") as file:
             file.write(f"{place}\n")
@@ -224,7 +224,7 @@ class Sandbox:
         return file.read_text().splitlines() if file.exists() else []
 
     def require_kept(self, fix: str) -> None:
-        """Raise `UserError` if a rank was ended, as it would change a file."""
+        """Raise `UserError` if a rank was stopped before it changed a file."""
         for place in self.noted("refused")[:1]:
             raise UserError(
                 f"the script tried to change the existing file {place} and "
@@ -299,7 +299,7 @@ def fill(copy: str, folder: str, room: Room | None = None) -> None:
 
 
 def give(place: str, path: str, room: Room | None) -> None:
-    """Make at `place` what is at `path`, or a link to that.
+    """Copy `path` to `place`, or link to it.
 
     room: for copies; a folder is copied with all that is in it, if that is
     little, not hidden and not the copy itself. None: there are only links.
@@ -365,7 +365,7 @@ class FileState:
 
 
 class Kept:
-    """The files of the current folder, to see which of them are changed."""
+    """The files of the current folder, to detect which of them change."""
 
     def __init__(self) -> None:
         self.before = self.list_states()

@@ -37,7 +37,7 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def read_script(script: str | Path) -> bytes:
-    """Return its content, read once: what is saved meanwhile is not mixed in.
+    """Return a script's content, read once, so later saves do not matter.
 
     Raises:
         UserError: it cannot be read, or is no script.
@@ -72,7 +72,7 @@ def require_python(script: str | Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def scratch_folder(word: bytes) -> Iterator[Path]:
-    """Give a folder, and end all on Ctrl-C, SIGTERM, or a closed terminal.
+    """Provide a folder; end all on Ctrl-C, SIGTERM, or a closed terminal.
 
     word: what is written to stdout then.
 
@@ -143,7 +143,7 @@ def make_folder() -> Path:
 
 
 def full(folder: str | Path) -> UserError:
-    """Return the error that there is no room in the folder."""
+    """Return the error that the folder's disk is full."""
     return UserError(f"{folder} is full; fix: make room there, or name "
                      "another folder for temporary files: export TMPDIR=...")
 

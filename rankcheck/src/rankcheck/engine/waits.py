@@ -1,4 +1,4 @@
-"""Who waits for whom: the proof that ranks can never go on.
+"""Which rank waits for which: the proof that ranks can never continue.
 
 A rank that is idle may wait for a download or slow storage: that proves
 nothing. What proves a hang is that each of some ranks waits, in a collective
@@ -17,7 +17,7 @@ Waiter = TypeVar("Waiter")  # a rank, or its number
 
 def find_stuck(waits: Mapping[Waiter, Collection[Waiter]],
                ended: Collection[Waiter] = ()) -> set[Waiter]:
-    """Return the ranks that can never go on.
+    """Return the ranks that can never continue.
 
     Args:
         waits: for whom a rank waits. Each of them has to come before it goes

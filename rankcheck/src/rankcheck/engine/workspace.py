@@ -1,4 +1,4 @@
-"""The folder in which a script is tried, and the runs that are made in it.
+"""The folder in which a script runs, and the runs made in it.
 
 A client names a script, its flags, what is recorded and what the ranks may
 take; verify is one.

@@ -1,4 +1,4 @@
-"""What a process sends to others, as PyTorch's operators and MPI show it."""
+"""Record what a process sends, as PyTorch's operators and MPI show it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Collectives:
 
 
 def stand_before(space: str) -> torch.library.Library:
-    """Have `call` called in the place of these operators.
+    """Replace these operators by `call`.
 
     Args:
         space: the namespace of the operators.

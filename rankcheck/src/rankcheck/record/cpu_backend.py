@@ -19,7 +19,7 @@ from rankcheck.record.recorder import Log, assign, note, replace
 
 
 def process(log: Log) -> None:
-    """There is no accelerator, groups use gloo, and nothing is compiled."""
+    """Hide accelerators, use gloo for groups, and compile nothing."""
     torch.compiler.set_stance("force_eager")
     note_groups(log)
     premultiply()
@@ -63,7 +63,7 @@ def process(log: Log) -> None:
 
 
 def take(log: Log, device: Any) -> None:
-    """Note the number of a GPU that the script takes, if it names one.
+    """Record the number of the GPU that the script selects, if it names one.
 
     With CUDA_VISIBLE_DEVICES a script, or what starts it, gives each rank one
     by itself.

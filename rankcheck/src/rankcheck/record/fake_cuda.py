@@ -1,4 +1,4 @@
-"""A CPU in the place of GPUs, for scripts that do not run without one.
+"""Simulate GPUs on the CPU, for scripts that need one.
 
 What such a script sends to a GPU stays where it is. There are as many GPUs as
 processes, with nothing in their memory. autocast("cuda") changes nothing on a
@@ -43,12 +43,12 @@ class Nothing(nullcontext[Any]):
         return lambda *args, **kwargs: None
 
     def elapsed_time(self, end: Any) -> float:
-        """Return some time, in milliseconds, which is not 0."""
+        """Return a time in milliseconds that is not 0."""
         return 1.0
 
 
 class Generator(torch.Generator):
-    """One of the CPU, wherever a script wants it."""
+    """A generator of the CPU, on whatever device a script asks for."""
 
     def __new__(cls, device: Any = "cpu") -> Generator:
         make: Callable[..., Generator] = super().__new__
@@ -108,7 +108,7 @@ def keep_here(log: Log, place: Any, *names: str) -> None:
 
 
 def gpus(log: Log) -> None:
-    """Let this process believe, from now on, that there are GPUs."""
+    """Make this process see simulated GPUs from now on."""
     for function in _device._device_constructors():
         name: str = function.__name__
         if getattr(torch, name, None) is function:

@@ -1,4 +1,4 @@
-"""What is recorded of one rank, how it is written, and how it is read again.
+"""The record of one rank: how it is written and read.
 
 Two files for each: <rank>.json, with a schema's version, and <rank>.pt, the
 tensors that it refers to.

@@ -1,4 +1,4 @@
-"""What is recorded in each process of a script, from outside.
+"""Record what each process of a script does, from outside.
 
 The script needs nothing for it, and nothing here waits for another process.
 A probe is a function of the process's `Log`: it puts functions in the place
@@ -48,7 +48,7 @@ SAVE = torch.save  # a probe may put another in its place
 
 
 class Log:
-    """What is known of one process. Its probes hear of one another by it.
+    """The record of one process, through which its probes communicate.
 
     They `tell` of an event to those that wait for it `on` its name:
 
@@ -112,11 +112,11 @@ class Log:
                        os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def on(self, event: str, function: Callable[..., object]) -> None:
-        """Call a function whenever a probe tells of this event."""
+        """Call a function whenever a probe reports this event."""
         self.listeners[event].append(function)
 
     def tell(self, event: str, *about: Any) -> None:
-        """Tell of an event to those that wait for it."""
+        """Report an event to those that listen for it."""
         for function in self.listeners[event]:
             function(*about)
 
@@ -159,7 +159,7 @@ class Log:
         return lines
 
     def finish(self) -> None:
-        """Tell of the end, once, and write what the probes have seen."""
+        """Report the end, once, and write what the probes recorded."""
         if self.ended:
             return
         self.ended = True

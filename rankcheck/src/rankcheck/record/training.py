@@ -79,7 +79,7 @@ def probes(folder: str | os.PathLike[str], size: int, steps: int,
 
 
 def use(log: Log, module: str) -> None:
-    """Use the probes of a module that takes seconds to import.
+    """Use the probes of a module whose import takes seconds.
 
     verify itself does without.
     """

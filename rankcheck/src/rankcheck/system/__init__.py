@@ -1,1 +1,1 @@
-"""What the system says of processes, and files that may be no files."""
+"""What the system knows about processes; safe reading of files."""

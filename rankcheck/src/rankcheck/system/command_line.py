@@ -1,4 +1,4 @@
-"""Command lines of several commands; what is wrong with one is one line."""
+"""Command lines with several commands, and errors of one line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Command:
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors are `UserError`s."""
+    """A parser whose errors are `UserError`s."""
 
     after = ""  # whose words follow --, as in "the script's own", if any
 
@@ -91,7 +91,7 @@ def parse(program: str, about: str,
 
 
 def unknown_command(program: str, name: str) -> UserError:
-    """Return the error that the program has no command of this name."""
+    """Return the error for an unknown command."""
     return UserError(f"no such command: {name}; fix: see {program} --help")
 
 

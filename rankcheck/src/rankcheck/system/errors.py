@@ -1,4 +1,4 @@
-"""Errors for people: one line that says what is wrong and what to do."""
+"""User-facing errors: one line with what is wrong and how to fix it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ KILLED = ("the system killed a process, most likely because memory is full; "
 
 
 class UserError(Exception):
-    """Something that the user can fix: shown as one line, no traceback."""
+    """An error that the user can fix: shown as one line, no traceback."""
 
     status = 1  # for a program that calls rankcheck, as its exit status
 
 
 class InternalError(UserError):
-    """rankcheck itself failed in a rank: the run says nothing of the script.
+    """rankcheck itself failed in a rank, so the run proves nothing.
     """
 
 

@@ -1,4 +1,4 @@
-"""Which process is a rank, which a launcher, and what a launcher says.
+"""Which process is a rank or a launcher, and what launchers report.
 
 Only the standard library: it is loaded into any script, by watcher.py.
 """

@@ -1,4 +1,4 @@
-"""Files that are open in a script without its seeing them.
+"""Files that are open in a script, hidden from it.
 
 Only the standard library: it is loaded into any script, by watcher.py.
 """
@@ -41,7 +41,7 @@ class OpenFile:
             os.truncate(self.number, os.write(self.number, content))
 
     def disconnect(self) -> None:
-        """Let the number mean no file, in a process that was forked."""
+        """Detach the descriptor in a forked process."""
         if not self.is_open():
             return
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -50,7 +50,7 @@ class OpenFile:
 
 
 def open_high(path: Path, flags: int) -> int:
-    """Open a file under a number that no file of the script's gets.
+    """Open a file under a descriptor that the script never gets.
 
     The script's first file has the number 3, as without us.
 

@@ -1,4 +1,4 @@
-"""What Linux says of processes, their threads and their connections.
+"""What Linux reports about processes, threads and connections.
 
 Only the standard library: it is loaded into any script, by watcher.py.
 """
@@ -37,7 +37,7 @@ def read_text(file: str | os.PathLike[str]) -> str:
 
 
 def read_stat(pid: int | str) -> list[str]:
-    """Return what Linux says of a process, from its state on.
+    """Return the fields of /proc/PID/stat from the state on.
 
     Args:
         pid: PID, or PID/task/THREAD.

@@ -1,4 +1,4 @@
-"""Whose file a line is in: the script's, PyTorch's, Python's, a launcher's.
+"""Who owns a line's file: the script, PyTorch, Python or a launcher.
 
 A path alone does not say it: a script may be in a folder called `torch`. So a
 rank records the folders of what it has imported, and `Sources` compares with

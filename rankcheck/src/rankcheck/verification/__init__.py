@@ -1,1 +1,1 @@
-"""Does any training script train on N processes as on one?"""
+"""Check that a training script trains on N processes as on one."""

@@ -1,4 +1,4 @@
-"""The runs of a script that is verified, and what is asked of them."""
+"""The runs of a verified script, and what the questions read of them."""
 
 from __future__ import annotations
 

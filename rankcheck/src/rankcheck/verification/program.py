@@ -1,4 +1,4 @@
-"""What is to be verified, as it is typed: a script, or a module of a package.
+"""The program to verify, as typed: a script, or a module of a package.
 
 A launcher before it is left out, as verify is one itself: `torchrun x.py`.
 """
@@ -114,7 +114,7 @@ def read(words: Iterable[str]) -> Program:
 
 
 def is_program(word: str) -> bool:
-    """Return whether a shell would start it, and it is no script of Python's.
+    """Return whether it is an executable that is not a Python script.
     """
     if not os.path.isfile(word):
         return bool(shutil.which(word))

@@ -1,4 +1,4 @@
-"""From the evidence to a finding: what is proven, and else what is seen.
+"""The diagnosis: the fault that the records prove, or what is observed.
 
 The questions are asked in their order, causes before effects: ranks that have
 not met cannot call different collectives, and one that has ended makes others

@@ -56,7 +56,7 @@ class HandledError(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """What no other rank of a job is called."""
+    """What identifies a rank within a job."""
 
     rank: int | None
     host: str  # "" unless each node counts its own, as mp.spawn does
@@ -89,7 +89,7 @@ class Call(CallPlace, total=False):
 
 
 class ErrorThatFollowed(NamedTuple):
-    """An error that was raised while another one was handled."""
+    """An error that was raised while another was being handled."""
 
     stack: Stack
     words: str

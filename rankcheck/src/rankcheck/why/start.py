@@ -1,4 +1,4 @@
-"""Starts a job whose ranks leave evidence: rankcheck why run -- X
+"""Starts a job whose ranks write records: rankcheck why run -- X
 
 Each start is remembered, twice:
 

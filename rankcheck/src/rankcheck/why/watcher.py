@@ -1,4 +1,4 @@
-"""Leaves evidence of what a process of several does, and of how it ended.
+"""Records what a process of a job does, and how it ended.
 
     PROCESS.json     where it is, its last collectives, how it ended
     PROCESS.end      how it ended, written once, in a room that is reserved
@@ -116,7 +116,7 @@ def is_start(folder: Path) -> bool:
 
 
 def leave(status: int | str | None) -> None:
-    """Write how it ends: for a script that leaves without exit handlers."""
+    """Record the end of a script that exits without exit handlers."""
     if the_watcher:
         the_watcher.end(status)
 
@@ -141,7 +141,7 @@ def is_named(by: str) -> bool:
 
 
 def run(folder: Path, by: str) -> None:
-    """Be the thread that watches, once this is a rank."""
+    """Run the watcher thread, once this process is a rank."""
     try:
         wait = POLL / 50
         while the_watcher is None and not is_named(by):
@@ -173,7 +173,7 @@ def begin(folder: Path) -> Watcher | None:
 
 
 class Imports:
-    """Sees which modules the script imports, and finds none of them.
+    """Observes the script's imports without handling any.
 
     Args:
         folder, by: as `run` has them, which is started once.
@@ -213,7 +213,7 @@ def warn(error: Exception) -> None:
 
 
 class Watcher:
-    """Writes what this process does, and how it ended.
+    """Records what this process does, and how it ended.
 
     Attributes:
         script: the frame of the script itself; None before it has begun.

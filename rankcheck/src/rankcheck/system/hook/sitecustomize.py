@@ -1,4 +1,4 @@
-"""Lets any script leave evidence for `rankcheck why`.
+"""Let any script write records for `rankcheck why`.
 
 Python imports it by its name where this folder is in PYTHONPATH, as `why run`,
 `launch` and the batch files set it. A process in which RANKCHECK_WHY names a

@@ -1,4 +1,4 @@
-"""What is asked about a script, causes before effects.
+"""The questions about a script, causes before effects.
 
 A question is a function of a `Comparison`; it gives findings, with what later
 questions have to know. It knows nothing of the script but what

@@ -1,4 +1,4 @@
-"""What does a resume bring back?
+"""Questions about a resume: what it restores.
 
 The script runs as several processes until it has saved something and has the
 gradients of the step after that. There it is ended, started again with the
@@ -145,7 +145,7 @@ def first_step_records(
 
 def weights(before: Sequence[StepRecords], good: Sequence[StepRecords],
             back: Sequence[StepRecords]) -> list[Finding]:
-    """Say whether the weights come back.
+    """Say whether the weights are restored.
 
     Args:
         before: the steps before the one in which the run was ended.
@@ -177,7 +177,7 @@ def first_of_optimizer(before: Sequence[StepRecords], records: StepRecords
 
 def kept(case: Comparison, good: Sequence[StepRecords],
          back: Sequence[StepRecords]) -> list[Finding]:
-    """Say whether what the optimizers keep comes back.
+    """Say whether the optimizers' states are restored.
 
     That are moments, and the number of their steps.
     """
@@ -222,7 +222,7 @@ def kept(case: Comparison, good: Sequence[StepRecords],
 
 def learning_rates(before: Sequence[StepRecords], good: Sequence[StepRecords],
                    back: Sequence[StepRecords]) -> list[Finding]:
-    """Say whether the learning rate goes on from where it was."""
+    """Say whether the learning rate schedule is restored."""
     for i, (records, resumed) in enumerate(zip(good, back, strict=False)):
         rates = resumed[0]["rates"]
         difference = describe_rates(rates, records[0]["rates"])
@@ -282,7 +282,7 @@ def severity(good: Sequence[StepRecords], lost: Sequence[int]
 def position(before: Sequence[StepRecords], good: Sequence[StepRecords],
              back: Sequence[StepRecords], lost: Sequence[int]
              ) -> list[Finding]:
-    """Say whether it goes on in the data where it was.
+    """Say whether the data position is restored.
 
     Args:
         lost: as in `severity`.
@@ -314,7 +314,7 @@ def position(before: Sequence[StepRecords], good: Sequence[StepRecords],
 
 def random_numbers(before: Sequence[StepRecords], good: Sequence[StepRecords],
                    back: Sequence[StepRecords]) -> list[Finding]:
-    """Say whether the generators go on from where they were.
+    """Say whether the RNG states are restored.
 
     Only of those that the script has used between two steps: a generator is
     not compared if its state stays the same on each rank. Those of a worker or

@@ -1,4 +1,4 @@
-"""Questions about what else the ranks leave: copies of the model, files."""
+"""Questions about model copies, and about files that ranks write."""
 
 from __future__ import annotations
 
