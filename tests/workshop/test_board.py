@@ -118,7 +118,7 @@ def board():
             {"finding": ["and", "that is off, too", ""]},
             {"cause": ["It is change 3 (Wrap `it`), line 7", "Why.", ""]},
             {"cause": ["It is change 5", "The `line`.", "Which of two?"]},
-            {"say": "Not yet."}, {"right": False}):
+            {"say": "Not correct yet."}, {"right": False}):
         board.update(event)
     return board
 

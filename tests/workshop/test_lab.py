@@ -285,10 +285,11 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     lesson.readable(f"1 of {total} changes left")  # though it was clicked
     assert page.locator(".ws h3").count() == 1
     checked = lesson.run('check("ddp")', key="Shift+Enter")
-    assert checked.startswith("Not yet.")
+    assert checked.startswith("Not correct yet.")
     assert "FAIL" in checked and "It is change" in checked
     # the verdict, its reason and the row that failed are in sight
-    for place in ("strong:has-text('Not yet.')", "strong:has-text('FAIL')",
+    for place in ("strong:has-text('Not correct yet.')",
+                  "strong:has-text('FAIL')",
                   "tr:has(td.no)"):
         lesson.in_sight(f".ws .beside {place}")
     assert page.locator("table.check:visible td.no").count() == 1
@@ -309,7 +310,8 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     lesson.expect(view).to_contain_text(f"Done: all {total} changes are made")
     passes(repo)  # the list hears of it
     lesson.expect(view).to_contain_text("It passed the check, too.")
-    lesson.expect(page.locator(".ws", has_text="Not yet.")).to_contain_text(
+    lesson.expect(page.locator(
+        ".ws", has_text="Not correct yet.")).to_contain_text(
         "Your script has changed since this check.")
 
     # again, from the start

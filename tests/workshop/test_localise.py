@@ -93,7 +93,7 @@ def test_two_mistakes_in_a_style_of_one_s_own(tmp_path, capsys):
     assert out.count("It is change") == 2
     hint, reason = "Which are its next two", "the next B samples belong"
     assert out.index("Move on past") < out.index(hint) < out.index(reason)
-    assert out.index("It is change") < out.index("Not yet.")
+    assert out.index("It is change") < out.index("Not correct yet.")
 
 
 @pytest.mark.whole
@@ -107,7 +107,7 @@ def test_a_script_that_cannot_be_compared(tmp_path, capsys):
     assert not check("ddp", path).ok
     out = capsys.readouterr().out
     assert "rank 1 uses device 0" in out and "It is" not in out
-    assert out.rstrip().endswith("Not yet. Use -v for details.")
+    assert out.rstrip().endswith("Not correct yet. Use -v for details.")
 
 
 def test_what_the_lesson_cannot_do_either_is_no_change():

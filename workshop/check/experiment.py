@@ -194,7 +194,7 @@ class Experiment:
                 self.blame_change(self.change)
             else:
                 diagnose(self.bench, self.out, last, last.mistake)
-            verdict = "\nNot yet."
+            verdict = "\nNot correct yet."
             if isinstance(self.out, Terminal) and not self.verbose:
                 verdict += " Use -v for details."
             self.out.say(verdict)

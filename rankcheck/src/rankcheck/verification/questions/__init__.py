@@ -169,9 +169,9 @@ def unseen_of_single(case: Comparison) -> list[str]:
                      for record in case.multi_process_run.all_records)
     if (case.frozen_run or case.skip_reason or case.later_reason
             or not has_copies):
-        texts.append("averaged weights (EMA), unless they are modules like "
-                     "the model, and the global batch size is that of the "
-                     "single-process run")
+        texts.append("averaged weights (EMA): they are compared only if they "
+                     "are a module like the model, and the global batch size "
+                     "equals the single-process run's")
     if any(record.dropout for record in case.multi_process_run.all_records):
         texts.append("dropout: switched off for the comparison")
     if case.skip_reason:

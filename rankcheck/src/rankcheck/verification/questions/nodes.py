@@ -76,16 +76,16 @@ def why_not(case: Comparison) -> str:
     if case.nodes is not None:
         return case.nodes
     if case.size % 2:
-        return (f"not tried, as {case.size} processes are not two equal "
-                "nodes: use -n 2 or another even number")
+        return (f"not tested, because {case.size} processes are not two equal "
+                "nodes; fix: use -n 2 or another even number")
     if case.runs.device == "gpu":
-        return "tried on the CPU only, without --device gpu"
+        return "tested on the CPU only, without --device gpu"
     if case.failed:
-        return "tried once nothing fails on one"
+        return "tested only if nothing fails on one"
     if case.asked("join"):
-        return "not tried, as ranks end at different times"
+        return "not tested, because ranks end at different times"
     if not case.steps:
-        return "not tried, as no step was made by all ranks"
+        return "not tested, because no step was made by all ranks"
     return NOT_YET
 
 
