@@ -58,7 +58,7 @@ class LightningFlags(StageFlags, Protocol):
     checkpoint_every: int
 
 
-class StageRun(Protocol):
+class RestorableRun(Protocol):
     """What DeepSpeed's strategy needs of a `backstage.run.Run`."""
 
     rank: int

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from backstage.checkpoint import MOMENTS
 from backstage.errors import require
-from backstage.interfaces import StageRun
+from backstage.interfaces import RestorableRun
 
 # DeepSpeed 0.19 calls what PyTorch 2.13 has other names for
 warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
@@ -77,7 +77,7 @@ class Zero(DeepSpeedStrategy):
         module.norm = (  # before clipping
             self.deepspeed_engine.get_global_grad_norm())
 
-    def restore(self, run: StageRun) -> int:
+    def restore(self, run: RestorableRun) -> int:
         """What `Run.restore` does. All ranks."""
         from deepspeed import zero
         optimizer = self.whole_optimizer
@@ -105,7 +105,7 @@ class Zero(DeepSpeedStrategy):
                 size * self.global_rank:][:size]
         getattr(utils, f"safe_set_{where}_{kind}")(mine, value, *name)
 
-    def save(self, run: StageRun, step: int) -> None:
+    def save(self, run: RestorableRun, step: int) -> None:
         """What `Run.save` does. All ranks."""
         from deepspeed import utils
         optimizer = self.whole_optimizer

@@ -21,12 +21,12 @@ from conftest import (
 from stages import Result, make_dataset
 
 from backstage.errors import UserError
-from rankcheck.engine.ranks import Rank
+from rankcheck.engine.ranks import RankExit
 from rankcheck_testing.isolation import OWNER
 from rankcheck_testing.support import wait_for
 from workshop.cluster.control import Cluster
 from workshop.cluster.machine import require_namespaces
-from workshop.cluster.settings import Place, Settings
+from workshop.cluster.settings import ClusterFolder, Settings
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 FLAGS = ("--preset", "tiny", "--data", "data", "--microbatch-size", 1,
@@ -146,7 +146,7 @@ class Slurm:
 
     def result(self, name, job):
         return Result(self.repo / "runs" / f"{name}-{job}",
-                      [Rank(0, "", "")])
+                      [RankExit(0, "", "")])
 
     def processes(self, job):
         """The processes of a job, on any node: (pid, node, command)."""
@@ -207,7 +207,7 @@ def start_cluster(**settings):
     chosen = Settings(**settings)
     folder = Path(tempfile.mkdtemp(prefix="sl"))  # short, for unix sockets
     folder.chmod(0o755)
-    cluster = Cluster(Place(folder / "lab"))
+    cluster = Cluster(ClusterFolder(folder / "lab"))
     try:
         cluster.up(chosen)
         yield cluster

@@ -69,7 +69,7 @@ class Result:
     """What a run of a stage left behind."""
 
     folder: Path
-    ranks: list  # of rankcheck.engine.ranks.Rank
+    ranks: list  # of rankcheck.engine.ranks.RankExit
 
     @property
     def status(self):

@@ -225,7 +225,7 @@ def legend(signs: Mapping[str, str]) -> str:
     return f"{known}; empty: {NOT_ASKED}."
 
 
-class Terminal(report.Terminal):
+class CheckTerminal(report.Terminal):
     """Prints what is said and found, and the table where that is asked for.
 
     verbose: whether what is right is printed, or follows from a FAIL.

@@ -160,7 +160,7 @@ def write_text(folder: Path) -> Text:
     return Text(describe(runs.read(folder)), words)
 
 
-def describe(run: runs.Result) -> str:
+def describe(run: runs.RecordedRun) -> str:
     """Return what a run was: its stage, preset, steps and last loss."""
     processes = count_of(run.world_size, "process")
     last = run.rows[-1]

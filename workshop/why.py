@@ -21,7 +21,7 @@ from workshop.results.arithmetic import ring
 from workshop.results.profile import Seconds, recorded_parts
 from workshop.results.runs import (
     RUNS,
-    Result,
+    RecordedRun,
     describe,
     list_folders,
     read,
@@ -64,7 +64,7 @@ def explain(folder: Path) -> list[str]:
         return []
 
 
-def explain_step(run: Result, ranks: list[Seconds]) -> Iterator[str]:
+def explain_step(run: RecordedRun, ranks: list[Seconds]) -> Iterator[str]:
     """By part, and what to try first."""
     yield (f"a step takes {1000 * run.seconds:.0f} ms, "
            f"{run.tokens_per_second:,.0f} tokens/s"
@@ -95,7 +95,7 @@ def average(ranks: list[Seconds]) -> Seconds:
             for part in ranks[0]}
 
 
-def explain_nodes(run: Result, ranks: list[Seconds]) -> Iterator[str]:
+def explain_nodes(run: RecordedRun, ranks: list[Seconds]) -> Iterator[str]:
     """Whether it is faster than on fewer nodes, and why not."""
     if run.nodes == 1:
         return
@@ -111,7 +111,8 @@ def explain_nodes(run: Result, ranks: list[Seconds]) -> Iterator[str]:
         yield explain_network(ring(run.world_size, run.sent))
 
 
-def compare(run: Result, ranks: list[Seconds], other: Result) -> Iterator[str]:
+def compare(run: RecordedRun, ranks: list[Seconds],
+            other: RecordedRun) -> Iterator[str]:
     """A run and a newer one on fewer nodes, in what they have in common."""
     ratio = run.tokens_per_second / other.tokens_per_second
     devices = run.world_size / other.world_size

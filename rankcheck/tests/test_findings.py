@@ -7,7 +7,7 @@ import torch
 
 from rankcheck.engine import exits
 from rankcheck.engine.findings import Line, fail
-from rankcheck.engine.ranks import Rank
+from rankcheck.engine.ranks import RankExit
 from rankcheck.engine.run_record import RunRecord
 from rankcheck.record.rank_record import RankRecord
 from rankcheck.record.tensors import assemble, describe
@@ -33,12 +33,13 @@ def run_record(*ranks, **seen):
     ("ValueError: 3\nthe cause\nRuntimeError:\n", "ValueError: 3"),
 ])
 def test_the_last_words_of_a_script(err, says):
-    finding = exits.explain(run_record(Rank(1, "", err), Rank(0, "", "")))
+    finding = exits.explain(run_record(RankExit(1, "", err),
+                                       RankExit(0, "", "")))
     assert finding.text == f"rank 0 ended with an error: {says}"
 
 
 def test_where_a_rank_is_after_an_error_that_was_caught():
-    one = run_record(Rank(None, "", """\
+    one = run_record(RankExit(None, "", """\
   File "their_train.py", line 3, in load
 OSError: no cache
 Stack (most recent call first):
@@ -57,7 +58,7 @@ Stack (most recent call first):
     ("", "ImportError: attempted relative import with no known parent "
      "package\n", "attempted relative import", "-m package.module")])
 def test_what_follows_from_an_error(out, err, says, fix):
-    finding = runs.how_it_ends(run_record(Rank(1, out, err), joined=False))
+    finding = runs.how_it_ends(run_record(RankExit(1, out, err), joined=False))
     assert says in finding.text
     assert fix in finding.fix_text and bool(fix) == bool(finding.fix_text)
 
@@ -112,7 +113,7 @@ def record(**other):
 
 
 CASE = comparison.Comparison(None, None, run_record(
-    Rank(0, "", ""), model={}, shapes={"0.0": (2,), "0.1": (2,)}))
+    RankExit(0, "", ""), model={}, shapes={"0.0": (2,), "0.1": (2,)}))
 ASKED = {
     "before": lambda good, back: resume.weights([], good, back),
     "kept": lambda good, back: resume.kept(CASE, good, back),

@@ -31,7 +31,7 @@ def test_a_number_that_the_system_gives_again(tmp_path):
         again, = ranks.launch(script, 3, 0.3)
         if int(again.out or 0) == pid or again.status != 3:
             break
-    assert again == ranks.Rank(3, f"{pid}\n", "")
+    assert again == ranks.RankExit(3, f"{pid}\n", "")
 
 
 def test_a_stopped_process_is_not_asleep(tmp_path):
@@ -79,7 +79,7 @@ def test_temporary_files_are_where_its_environment_says(tmp_path):
     script.write_text("import tempfile\nprint(tempfile.gettempdir())\n")
     rank, = ranks.launch(
         script, env=os.environ | {"TMPDIR": str(tmp_path)})
-    assert rank == ranks.Rank(0, f"{tmp_path}\n", "")
+    assert rank == ranks.RankExit(0, f"{tmp_path}\n", "")
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rankcheck.engine.findings import LABELS
 from rankcheck.engine.questions import Question
-from rankcheck.engine.ranks import Rank
+from rankcheck.engine.ranks import RankExit
 from rankcheck.engine.run_record import RunRecord
 from rankcheck.record.rank_record import RankRecord
 from rankcheck.record.recorder import Log
@@ -164,11 +164,11 @@ def sharded(state):
 def fails_again(runs):
     """The run that would show whether one process begins alike fails."""
     again = runs[1, "repeated"] = copy.deepcopy(runs[1, ""])
-    again.ranks = [Rank(1, "", "error: it is full\n")]
+    again.ranks = [RankExit(1, "", "error: it is full\n")]
 
 
 def fails_together(runs):
-    runs[2, ""].ranks = [Rank(1, "", "error: it is full\n")] * 2
+    runs[2, ""].ranks = [RankExit(1, "", "error: it is full\n")] * 2
 
 
 def together(*changes):
@@ -385,7 +385,7 @@ def local_cache(runs):
 
 
 def fails_on_nodes(runs):
-    runs[2, "nodes"].ranks = [Rank(1, "", "error: no such GPU\n")] * 2
+    runs[2, "nodes"].ranks = [RankExit(1, "", "error: no such GPU\n")] * 2
 
 
 def without_steps(runs):
@@ -666,7 +666,7 @@ def test_another_name_of_a_run_is_no_other_error():
     """With a CPU in a GPU's place it fails alike, but for {run} in a flag."""
     def start(planned):
         run = "run-1-gpus" if planned.gpus else "run-1"
-        return RunRecord(Path("x.py"), [Rank(
+        return RunRecord(Path("x.py"), [RankExit(
             2, "", f"x.py: error: what is {run}?")], records=[None],
             events=[[]])
 
@@ -880,7 +880,7 @@ def test_a_script_that_refuses_several_nodes(
     script.write_text("import os\nassert os.environ['GROUP_RANK'] == '0'\n")
     runs = recorded(RIGHT)
     runs[2, "nodes"].script = runs[2, ""].script = script
-    runs[2, "nodes"].ranks = [Rank(1, "", error.format(script=script))] * 2
+    runs[2, "nodes"].ranks = [RankExit(1, "", error.format(script=script))] * 2
     answers = questions.verify(Runs(
         lambda planned: runs[planned.size, planned.kind], 2, 4))
     assert refused == any("several nodes: the script refuses them" in text

@@ -29,7 +29,7 @@ from workshop.cluster.config import (
 from workshop.cluster.control import lock_folder
 from workshop.cluster.machine import find_programs, unshare_command
 from workshop.cluster.processes import MARK, START, find_processes
-from workshop.cluster.settings import Place, Settings
+from workshop.cluster.settings import ClusterFolder, Settings
 
 pytestmark = pytest.mark.whole
 NOBODY = 65534
@@ -76,7 +76,7 @@ class Shell:
                     + command).stdout
 
     def processes(self, name="main"):
-        return find_processes(Place(self.folder(name)))
+        return find_processes(ClusterFolder(self.folder(name)))
 
 
 @pytest.fixture
@@ -214,7 +214,7 @@ def test_a_process_with_the_number_of_one_that_has_ended(tmp_path):
     if os.getuid():
         pytest.skip("needs root, to become another user")
     needs("setpriv", "nsenter")
-    place = Place(tmp_path / "main")
+    place = ClusterFolder(tmp_path / "main")
     place.bin.mkdir(parents=True)
     program(tmp_path / "sbatch", "#!/bin/sh\necho it is called\n")
     words = [sys.executable, "-c", "import time; time.sleep(600)",
@@ -458,7 +458,7 @@ def test_ten_starts_that_are_killed(shell):
 def test_a_start_that_is_replaced_while_it_begins(shell):
     """A child of an `up` that was killed: it begins when another is up."""
     shell.cluster("up")
-    place = Place(shell.folder())
+    place = ClusterFolder(shell.folder())
     start = [shell.python, "-m", "workshop.cluster.inside", "cluster",
              place.folder]
     own = unshare_command(user=bool(os.getuid()))
@@ -475,7 +475,7 @@ def test_a_start_that_is_replaced_while_it_begins(shell):
 def test_after_a_restart_of_the_machine(shell):
     """The folder is there, and its processes are not."""
     shell.cluster("up")
-    mark = Place(shell.folder()).mark
+    mark = ClusterFolder(shell.folder()).mark
     os.kill(find_part(shell, "the first process"), signal.SIGKILL)
     wait_for(lambda: not shell.processes(), 30)
     assert "FAIL  slurmctld" in shell.cluster("status", status=1)
@@ -518,7 +518,7 @@ def test_a_full_disk(shell, room):
             . {shell.folder()}/env.sh
             sbatch --output=/dev/null --wrap true
             {shell.python} -m workshop cluster down; }}
-        ls -A""")
+                ls -A""")
     said = end.stderr.splitlines()
     if room == "1M":
         assert len(said) == 1 and said[0].startswith(
@@ -582,7 +582,7 @@ def test_the_settings_are_kept(shell):
     os.kill(find_part(shell, "the first process"), signal.SIGKILL)
     wait_for(lambda: not shell.processes(), 30)
     shell.cluster("up")
-    kept = json.loads(Place(shell.folder()).mark.read_text())
+    kept = json.loads(ClusterFolder(shell.folder()).mark.read_text())
     assert (kept["nodes"], kept["gpus"]) == (1, 3)
     for name in "node9", "munged":  # which runs, and is no node
         assert f"no such part: {name}; fix: " in shell.cluster(

@@ -9,7 +9,7 @@ import pytest
 from cluster import wait_for
 from stages import edited
 
-from workshop.board import MEANING, Board, Terminal
+from workshop.board import MEANING, Board, CheckTerminal
 from workshop.check.command import check
 from workshop.diff import render
 from workshop.instructor import classroom
@@ -28,7 +28,7 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch, snapshot):
         "loss = training_step(model, ", "loss = training_step(raw_model, "))
     report = check("ddp", script, events=True)
     events = [*map(json.loads, capsys.readouterr().out.splitlines())]
-    terminal = Terminal(verbose=False)
+    terminal = CheckTerminal(verbose=False)
     for event in events:
         board.update(event)
         terminal.report(**event)

@@ -9,9 +9,9 @@ import torch
 from conftest import edit, program
 
 from rankcheck.engine.findings import Finding, Line
-from rankcheck.engine.ranks import Rank
+from rankcheck.engine.ranks import RankExit
 from rankcheck.record.tensors import assemble, describe
-from workshop.board import Terminal
+from workshop.board import CheckTerminal
 from workshop.check import experiment
 from workshop.check.experiment import Mistake, Outcome
 from workshop.check.lines import lines_as_in
@@ -48,7 +48,7 @@ DEEP = f"x = {'+'.join(['1'] * 2000)}\n"
 def test_a_deep_expression_is_no_mistake(tmp_path):
     script = program(tmp_path / "train_gpt2.py", DEEP)
     ast.parse(DEEP)  # Python runs it
-    one = run(Rank(0, "", ""), script=script, asked=[], compiled=None)
+    one = run(RankExit(0, "", ""), script=script, asked=[], compiled=None)
     one.source = DEEP.encode()
     verdicts = {}
     for question in QUESTIONS:
@@ -72,11 +72,11 @@ def test_a_byte_order_mark_is_no_difference(tmp_path, capsys):
     """Notepad writes one. What is wrong is said, as of any script."""
     script = tmp_path / "train_gpt2.py"
     script.write_text(STAGES["std"].solution.read_text(), "utf-8-sig")
-    one = run(Rank(0, "", ""))
+    one = run(RankExit(0, "", ""))
     planned = PlannedRun("1", "whole", Mesh())
     mistake = Mistake("losses agree", "that of step 0 is 5", frozenset(), "")
     experiment.diagnose(
-        SimpleNamespace(stage="ddp", script=script), Terminal(False),
+        SimpleNamespace(stage="ddp", script=script), CheckTerminal(False),
         Outcome(planned, one, [], mistake, []), mistake)
     assert "changes are left" in capsys.readouterr().out
 
@@ -94,15 +94,16 @@ def test_no_change_is_named_where_the_check_itself_fails(
 
     def find(bench, planned, name):
         wrong = "self.B\n" in bench.text and "    pass" in bench.text
-        return Outcome(planned, run(Rank(0, "", "")), [],
+        return Outcome(planned, run(RankExit(0, "", "")), [],
                        mistake if wrong else None, [] if wrong else errors)
 
     monkeypatch.setattr(experiment, "try_out", find)
     experiment.diagnose(
         SimpleNamespace(stage="ddp", script=script, with_script=lambda data: (
             SimpleNamespace(text=data.decode(), folder=tmp_path / "none"))),
-        Terminal(False), Outcome(planned, run(Rank(0, "", "")), [], mistake,
-                                 []), mistake)
+        CheckTerminal(False),
+        Outcome(planned, run(RankExit(0, "", "")), [], mistake,
+                                      []), mistake)
     assert ("It is " in capsys.readouterr().out) == (not errors)
 
 
@@ -114,7 +115,7 @@ def test_what_follows_is_folded(capsys):
             "           (1 more follows from it)"]), (True, [
             "  ok       it ends", "  FAIL     off by 5",
             "  follows  so is the loss"])):
-        experiment.tell_findings(Terminal(verbose), found, 1.0,
+        experiment.tell_findings(CheckTerminal(verbose), found, 1.0,
                                  verbose=verbose)
         assert capsys.readouterr().out.splitlines() == lines
 
@@ -141,7 +142,7 @@ def test_the_distance_of_nan(mine, good, same):
 
 def test_weights_of_nan_are_not_the_single_devices():
     def with_weights(*values):
-        return run(Rank(0, "", ""), weights=describe(
+        return run(RankExit(0, "", ""), weights=describe(
             (str(i), torch.tensor([value])) for i, value in enumerate(values)))
 
     good = with_weights(1.0, 2.0, 3.0)

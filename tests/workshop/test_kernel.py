@@ -53,15 +53,15 @@ def refuse():
 @in_one_line
 def question():
     """Ask, and show the answer between two outputs."""
-    frontend.Output(show_text("before").bundle())
+    frontend.LiveOutput(show_text("before").bundle())
     text = frontend.current.ask("Really? ", 60)
-    frontend.Output(show_text(f"after {text}").bundle())
+    frontend.LiveOutput(show_text(f"after {text}").bundle())
 
 
 @in_one_line
 def later():
     """Show something, and another thing after the call."""
-    output = frontend.Output(show_text("at first").bundle())
+    output = frontend.LiveOutput(show_text("at first").bundle())
 
     def follow():
         import time

@@ -455,7 +455,7 @@ def test_a_view_that_comes_late_lives(page, lab, repo):
     """In a cell that has had one, though the machine was busy for so long."""
     shutil.copy(STAGES["ddp"].solution, repo / "code/train_gpt2.py")
     file = repo / "workshop" / "notebook" / "following.py"
-    shown = "output = frontend.Output(alive(view()).bundle())"
+    shown = "output = frontend.LiveOutput(alive(view()).bundle())"
     text = file.read_text()
     assert shown in text
     file.write_text(text.replace(shown, f"""bundle = alive(view()).bundle()

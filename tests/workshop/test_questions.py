@@ -15,7 +15,7 @@ import torch
 from conftest import needs
 
 from backstage.files import PART
-from rankcheck.engine.ranks import Rank
+from rankcheck.engine.ranks import RankExit
 from rankcheck.engine.workspace import Workspace
 from rankcheck_testing.expected import read_expected
 from workshop.check.experiment import reference_of
@@ -141,9 +141,9 @@ def twice(run):
 
 def crashed(run):
     run.records[1] = None
-    run.ranks = [Rank(1, "", "RuntimeError: Connection closed by peer\n"),
-                   Rank(1, "", f'Traceback\n  File "{run.script}", '
-                        "line 12, in main\nKeyError: 'b'\n")]
+    run.ranks = [RankExit(1, "", "RuntimeError: Connection closed by peer\n"),
+                   RankExit(1, "", f'Traceback\n  File "{run.script}", '
+                            "line 12, in main\nKeyError: 'b'\n")]
 
 
 def other_checkpoint(run):
@@ -163,7 +163,7 @@ def sleeps(run):
     for rank, (name, line) in enumerate((("all_reduce", 9), ("barrier", 7))):
         run.events[rank] = [{"call": name, "elements": 1, "step": 1,
                                "lines": [[line, "main", name]]}]
-        run.ranks[rank] = Rank(None, "", "")
+        run.ranks[rank] = RankExit(None, "", "")
 
 
 def asks(what, value, rank=1):
@@ -321,7 +321,7 @@ CASES = [  # the stage, the column, the change; the question, what it finds
      "precision", 'FAIL precision "fp32" "bf16"'),
     ("ddp", "2", asks("pytorch", "gelu"), "", ""),  # that is right
     ("ddp", "2", untied, "the embedding and lm_head", "FAIL untied-weights"),
-    ("ddp", "uneven", having(ranks=[Rank(0, "", "")] * 2),
+    ("ddp", "uneven", having(ranks=[RankExit(0, "", "")] * 2),
      "a minibatch that cannot", 'FAIL uneven-minibatch "18"'),
     ("ddp", "stopped", having(rows=lambda rows: rows[:1] * STEPS),
      "a signal to one rank", "FAIL signal-ignored"),

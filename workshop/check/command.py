@@ -15,7 +15,7 @@ from rankcheck.engine.findings import Report
 from rankcheck.engine.report import Events, Quiet
 from rankcheck.engine.scratch import require_python
 from rankcheck.engine.workspace import open_workspace
-from workshop.board import Terminal
+from workshop.board import CheckTerminal
 from workshop.check import localise
 from workshop.check.lines import lines_as_in
 from workshop.diff import backups, passed_checks
@@ -83,7 +83,7 @@ def check(stage: str, script: str | Path = WORKING_COPY, verbose: bool = False,
     script = Path(script)
     yours = data = backups.read_script(script)
     require_no_syntax_error(script, yours)
-    out: Quiet = Events() if events else Terminal(verbose)
+    out: Quiet = Events() if events else CheckTerminal(verbose)
     with open_workspace(out.interrupted) as workspace:
         require_python(script, data)
         one = None

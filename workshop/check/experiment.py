@@ -18,7 +18,7 @@ from rankcheck.engine import exits
 from rankcheck.engine.findings import Finding, Report, count_of
 from rankcheck.engine.report import Quiet
 from rankcheck.engine.scratch import remove
-from workshop.board import Terminal
+from workshop.board import CheckTerminal
 from workshop.check import localise
 from workshop.check.lines import NameLine, lines_as_in, name_lines
 from workshop.check.plan import STEPS, Mesh, PlannedRun, plan_runs
@@ -195,7 +195,7 @@ class Experiment:
             else:
                 diagnose(self.bench, self.out, last, last.mistake)
             verdict = "\nNot correct yet."
-            if isinstance(self.out, Terminal) and not self.verbose:
+            if isinstance(self.out, CheckTerminal) and not self.verbose:
                 verdict += " Use -v for details."
             self.out.say(verdict)
         elif self.change:

@@ -6,7 +6,7 @@ import shlex
 import time
 from dataclasses import dataclass
 
-from workshop.cluster.settings import Place, Settings
+from workshop.cluster.settings import ClusterFolder, Settings
 
 CONTROLLER = "labctl"  # the host name of slurmctld
 NETWORK = "10.77.0."  # which is only seen in the cluster's namespaces
@@ -114,7 +114,8 @@ class Programs:
         return self.sbatch[:-len("sbatch")] + command
 
 
-def write_files(place: Place, settings: Settings, programs: Programs) -> None:
+def write_files(place: ClusterFolder, settings: Settings,
+                programs: Programs) -> None:
     """Write what the daemons read."""
     place.config.write_text(make_slurm_conf(place, settings, programs))
     gres = (f"AutoDetect=off\nName=gpu Type={settings.gpu_type} "
@@ -138,7 +139,7 @@ def address(number: int) -> str:
     return f"{NETWORK}{10 + number}"
 
 
-def make_slurm_conf(place: Place, settings: Settings,
+def make_slurm_conf(place: ClusterFolder, settings: Settings,
                     programs: Programs) -> str:
     """Return the text of slurm.conf."""
     nodes = [
@@ -178,7 +179,7 @@ def make_cgroup_conf(settings: Settings, programs: Programs) -> str:
     return "CgroupPlugin=cgroup/v1\n"  # which no plugin of ours loads
 
 
-def write_commands(place: Place, programs: Programs, pid: int) -> None:
+def write_commands(place: ClusterFolder, programs: Programs, pid: int) -> None:
     """Write what a shell uses: SLURM's commands, and the file to source.
 
     Args:
@@ -194,7 +195,7 @@ def write_commands(place: Place, programs: Programs, pid: int) -> None:
     place.environment.write_text(make_environment(place))
 
 
-def make_environment(place: Place) -> str:
+def make_environment(place: ClusterFolder) -> str:
     """Return the lines by which a shell uses the cluster."""
     entry = shlex.quote(str(place.bin))
     return (f"export SLURM_CONF={shlex.quote(str(place.config))}\n"

@@ -29,7 +29,7 @@ from workshop.cluster.processes import (
     kill,
     kill_all,
 )
-from workshop.cluster.settings import Place, Settings, require_own
+from workshop.cluster.settings import ClusterFolder, Settings, require_own
 
 PATIENCE = 120  # seconds for all nodes to come up, on a busy machine
 SPACE = 50_000_000  # bytes: logs, and the jobs that wait
@@ -51,7 +51,7 @@ class Part:
 class Cluster:
     """A cluster of this user, which may not have been started."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ClusterFolder) -> None:
         self.place = place
 
     # ---------------------------------------------------------- questions

@@ -23,7 +23,7 @@ from backstage.errors import UserError, require, run_main
 from workshop.cluster import processes
 from workshop.cluster.config import CONTROLLER, NETWORK, address
 from workshop.cluster.machine import unshare_command
-from workshop.cluster.settings import Place, Settings
+from workshop.cluster.settings import ClusterFolder, Settings
 
 LOOK = 0.1  # seconds between two looks at the requests
 PATIENCE = 60  # seconds for a step that takes a moment
@@ -38,7 +38,7 @@ def main() -> None:
     # it mounts files, and sets the host's name: never in the machine's own
     require(os.getpid() == 1, "this program is the first process of a "
             "cluster's namespaces; fix: python -m workshop cluster up")
-    place = Place(Path(folder))
+    place = ClusterFolder(Path(folder))
     settings = place.read()
     if settings is None:
         raise UserError(f"no cluster in {folder}")
@@ -49,7 +49,7 @@ def main() -> None:
         run_node(place, settings, names[0])
 
 
-def require_own_start(place: Place) -> None:
+def require_own_start(place: ClusterFolder) -> None:
     """Raise a `UserError` if a later start has made this folder anew.
 
     An `up` that is killed may leave a child that has not become this program
@@ -89,7 +89,7 @@ def start_daemon(*command: str | os.PathLike[str]) -> None:
 class Controller:
     """The namespaces of the cluster: its network, munged and slurmctld."""
 
-    place: Place
+    place: ClusterFolder
     settings: Settings
     nodes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -208,7 +208,7 @@ class Controller:
         call("ip", "link", "set", link, "master", "br0", "up")
 
 
-def run_node(place: Place, settings: Settings, name: str) -> None:
+def run_node(place: ClusterFolder, settings: Settings, name: str) -> None:
     """Set up a node, and start its slurmd. Never returns."""
     socket.sethostname(name)
     call("mount", "-t", "tmpfs", "shm", "/dev/shm")

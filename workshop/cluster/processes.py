@@ -14,7 +14,7 @@ from pathlib import Path
 
 from backstage.errors import require
 from rankcheck.system import proc
-from workshop.cluster.settings import Place
+from workshop.cluster.settings import ClusterFolder
 
 MARK = "WORKSHOP_CLUSTER_PART"  # whose value is the cluster's folder
 START = "WORKSHOP_CLUSTER_START"  # a variable: the text of Place.start_id
@@ -41,7 +41,7 @@ class Process:
             -2 - len(words):] == [INSIDE, *words, ""]
 
 
-def find_processes(place: Place) -> list[Process]:
+def find_processes(place: ClusterFolder) -> list[Process]:
     """Return the processes of a cluster, but those of its jobs."""
     mark = f"{MARK}={place.folder}"
     found = []
@@ -85,7 +85,7 @@ def kill(processes: list[Process]) -> None:
             os.kill(process.pid, signal.SIGKILL)
 
 
-def kill_all(place: Place) -> None:
+def kill_all(place: ClusterFolder) -> None:
     """Kill all processes of a cluster; its jobs end with their namespaces.
 
     Raises:

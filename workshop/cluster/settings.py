@@ -38,7 +38,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Place:
+class ClusterFolder:
     """The folder of a cluster."""
 
     folder: Path
@@ -139,7 +139,7 @@ class Place:
         return Settings()
 
 
-def find_place(name: str) -> Place:
+def find_place(name: str) -> ClusterFolder:
     """Return the place of this user's cluster of that name.
 
     Raises:
@@ -158,9 +158,9 @@ def find_place(name: str) -> Place:
     try:
         found = above.lstat()
     except FileNotFoundError:
-        return Place(above / name)
+        return ClusterFolder(above / name)
     require_own(above, found)
-    return Place(above / name)
+    return ClusterFolder(above / name)
 
 
 def require_own(folder: Path, found: os.stat_result) -> None:

@@ -143,7 +143,7 @@ def nearest(script: Script, stages: Mapping[str, Script]) -> tuple[int, str]:
 
 
 @dataclass
-class Piece:
+class ChangePart:
     """Start's code[i1:i2], which becomes the goal's code[j1:j2]."""
 
     change: int  # which change of the lesson it belongs to, from 0
@@ -162,8 +162,8 @@ class Lesson:
         self.goal = Script(find(stage).solution)
         self.pieces = [*self.cut(hunks(self.start.code, self.goal.code))]
 
-    def cut(self, hunks: list[list[Edit]]) -> Iterator[Piece]:
-        """Yield the `Piece`s of the hunks: each begins with a change."""
+    def cut(self, hunks: list[list[Edit]]) -> Iterator[ChangePart]:
+        """Yield the `ChangePart`s of the hunks: each begins with a change."""
         begins = self.find_begins(hunks)
         for number, hunk in enumerate(hunks):
             points = sorted((*begin, change) for (place, change), begin
@@ -179,7 +179,8 @@ class Lesson:
             for (i1, j1, change), (i2, j2, _) in zip(
                     points, ends, strict=True):
                 last = [it for it in hunk if (it[0], it[2]) < (i2, j2)][-1]
-                yield Piece(change, i1, min(i2, last[1]), j1, min(j2, last[3]))
+                yield ChangePart(change, i1, min(i2, last[1]), j1,
+                                 min(j2, last[3]))
 
     def find_begins(
             self, hunks: list[list[Edit]]) -> dict[tuple[int, int], list[int]]:
@@ -343,7 +344,7 @@ class Diff:
             runs.append((None, at, j2, self.goal.code[at:j2]))
         return [*runs, (None, j2, j2, None)]
 
-    def _removed(self, piece: Piece) -> list[str]:
+    def _removed(self, piece: ChangePart) -> list[str]:
         return self.lesson.start.code[piece.i1:piece.i2]
 
     def _edits(self, i1: int, i2: int, j1: int, j2: int,

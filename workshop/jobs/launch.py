@@ -48,7 +48,7 @@ NOT_HERE = ("is not installed; fix: load its module, or run `source "
 
 
 @dataclass
-class Place:
+class Allocation:
     """Where the processes will be."""
 
     name: str  # of the job, or ""
@@ -62,7 +62,7 @@ class Place:
 
 
 def find_place(env: Mapping[str, str],
-               count_devices: Callable[[], int]) -> Place:
+               count_devices: Callable[[], int]) -> Allocation:
     """Return where we run. count_devices: counts this machine's devices.
 
     Raises a `UserError` if the job does not say how many processes it wants.
@@ -79,7 +79,7 @@ def find_place(env: Mapping[str, str],
         require(gpus or len(tasks) == 1, "the job has "
                 f"{env.get('SLURM_TASKS_PER_NODE')} tasks on its nodes; fix: "
                 "request equally many on each, with --ntasks-per-node")
-        return Place(f"SLURM job {env['SLURM_JOB_ID']}", hosts,
+        return Allocation(f"SLURM job {env['SLURM_JOB_ID']}", hosts,
                      gpus or max(1, *tasks), "SLURM")
     if "PBS_NODEFILE" in env:
         text = read_regular(env["PBS_NODEFILE"]).decode(errors="replace")
@@ -87,9 +87,9 @@ def find_place(env: Mapping[str, str],
         require(len({*counts.values()}) == 1, f"{env['PBS_NODEFILE']} does "
                 "not name all nodes equally often; fix: request equally many "
                 "mpiprocs on each")
-        return Place(f"PBS job {env.get('PBS_JOBID', '?')}", [*counts],
+        return Allocation(f"PBS job {env.get('PBS_JOBID', '?')}", [*counts],
                      next(iter(counts.values())), "PBS")
-    return Place("", ["this machine"], count_devices() or 2)
+    return Allocation("", ["this machine"], count_devices() or 2)
 
 
 def numbers(env: Mapping[str, str], name: str) -> list[int]:
@@ -108,7 +108,7 @@ def numbers(env: Mapping[str, str], name: str) -> list[int]:
     return counts
 
 
-def make_command(place: Place, launcher: str, program: list[str],
+def make_command(place: Allocation, launcher: str, program: list[str],
                  env: Mapping[str, str]) -> list[str]:
     """The command, a list.
 
@@ -147,7 +147,7 @@ def unset(env: Mapping[str, str], pattern: re.Pattern[str]) -> list[str]:
     return ["env", *words] if words else []
 
 
-def on_each_host(place: Place, processes: int,
+def on_each_host(place: Allocation, processes: int,
                  env: Mapping[str, str]) -> list[str]:
     """What starts a program so many times on each of the job's nodes."""
     total = len(place.hosts) * processes

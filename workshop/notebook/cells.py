@@ -294,7 +294,7 @@ def load_extension():
     """What `%load_ext lesson` does besides defining the magics."""
     if following.pulse():
         script = Shown(page.texts(following.pulse()), "")
-        frontend.Output(script.bundle())
+        frontend.LiveOutput(script.bundle())
     magics.warm.start()
 
 

@@ -29,7 +29,7 @@ ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED",
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """What SLURM says of a job."""
 
     number: str
@@ -141,21 +141,21 @@ def ask(*command: str) -> str:
     return run(*command).stdout
 
 
-def find_jobs() -> list[Job]:
+def find_jobs() -> list[SlurmJob]:
     """Return this user's jobs of the last hour, the newest first."""
     found = []
     for line in ask("scontrol", "-o", "show", "job").splitlines():
         fields = dict(re.findall(r"(\w+)=(.*?)(?= \w+[:/\w]*=|$)", line))
         if fields.get("JobId"):
             nodes = fields.get("NodeList", "")
-            found.append(Job(
+            found.append(SlurmJob(
                 fields["JobId"], fields["JobName"], fields["JobState"],
                 fields["Reason"], "" if nodes == "(null)" else nodes,
                 fields["Restarts"], Path(fields["StdOut"])))
     return sorted(found, key=lambda job: int(job.number), reverse=True)
 
 
-def newest_job() -> Job:
+def newest_job() -> SlurmJob:
     jobs = find_jobs()
     require(jobs, "there is no job yet; fix: submit one")
     return jobs[0]
@@ -180,7 +180,7 @@ def watch(words, times=1, seconds=600):
     show(now=True)
 
 
-def show_log(job: Job) -> output.Shown:
+def show_log(job: SlurmJob) -> output.Shown:
     """Show the end of a job's log, below its state."""
     lines = job.read_log().rstrip().split("\n")[-TAIL:]
     state = job.describe()
@@ -249,7 +249,7 @@ def difference(first, then):
         "(relative)."])
 
 
-def newest_run(name: str) -> results.Result:
+def newest_run(name: str) -> results.RecordedRun:
     """Return the newest run of a batch file.
 
     Raises:

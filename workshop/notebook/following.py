@@ -36,7 +36,7 @@ def follow_script(view: Callable[[], Shown]) -> Shown | None:
     followed, seen = view, saved_at()
     if not frontend.current.is_notebook:
         return view()
-    output = frontend.Output(alive(view()).bundle())
+    output = frontend.LiveOutput(alive(view()).bundle())
 
     def follow() -> None:
         for is_new in saves(seen):

@@ -25,7 +25,7 @@ class Frontend(Protocol):
         """Return what is answered within so many seconds, or ""."""
 
 
-class Terminal:
+class TerminalFrontend:
     """The frontend where no kernel has started this process."""
 
     is_notebook = False
@@ -43,7 +43,7 @@ class Terminal:
             return ""
 
 
-current: Frontend = Terminal()
+current: Frontend = TerminalFrontend()
 
 
 def connect(frontend: Frontend) -> None:
@@ -52,7 +52,7 @@ def connect(frontend: Frontend) -> None:
     current = frontend
 
 
-class Output:
+class LiveOutput:
     """An output that can be replaced by newer ones."""
 
     def __init__(self, bundle: Bundle) -> None:

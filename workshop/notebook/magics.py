@@ -40,7 +40,7 @@ def run(name: str, line: str, cell: str) -> None:
                             f"{name} N SECONDS, with N from 1 to 8")
         run_ranks(name, cell, int(found[1] or 4), int(found[2] or 20))
     except UserError as error:
-        frontend.Output(complaint(error).bundle())
+        frontend.LiveOutput(complaint(error).bundle())
 
 
 class Warm:

@@ -178,7 +178,7 @@ def live(make: Callable[[], Shown]) -> Callable[..., None]:
             return
         last = time.monotonic()
         if output is None:
-            output = frontend.Output(make().bundle())
+            output = frontend.LiveOutput(make().bundle())
         else:
             output.update(make().bundle())
 

@@ -16,7 +16,7 @@ from workshop.results.arithmetic import (
     SHARE_OF_PEAK,
     hiding_tokens,
 )
-from workshop.results.runs import EXAMPLES, Result
+from workshop.results.runs import EXAMPLES, RecordedRun
 from workshop.why import measured_speeds
 
 
@@ -40,7 +40,7 @@ class ScalingLimit:
         return self.minibatch / self.tokens
 
 
-def scaling_limits(run: Result) -> list[ScalingLimit]:
+def scaling_limits(run: RecordedRun) -> list[ScalingLimit]:
     """Return the limit for this run, and those for two kinds of GPUs.
 
     The run's network is as the doctor has measured it, where it is slowest; if

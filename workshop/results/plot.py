@@ -30,7 +30,7 @@ from backstage.files import write_atomically
 from workshop.html import may_replace
 from workshop.results import runs as results
 from workshop.results.profile import list_traces, recorded_parts
-from workshop.results.runs import Result
+from workshop.results.runs import RecordedRun
 from workshop.stages import STAGES
 
 COLOURS = {name: stage.colour for name, stage in STAGES.items()}
@@ -49,7 +49,8 @@ matplotlib.rcParams.update({
     "legend.frameon": False, "legend.fontsize": 8,
     "svg.fonttype": "none", "svg.hashsalt": "workshop",
 })
-Panel = Callable[[Axes, list[Result]], str]  # what the runs lack for it, or ""
+Panel = Callable[[Axes, list[RecordedRun]],
+                 str]  # what the runs lack for it, or ""
 
 
 # runs that differ in these part ways, though they train the same minibatches
@@ -59,7 +60,7 @@ SCHEDULE = ("seed", "learning_rate", "warmup_steps", "max_steps")
 # ---------------------------------------- the panels: panel(axes, results)
 
 
-def loss(ax: Axes, runs: list[Result]) -> str:
+def loss(ax: Axes, runs: list[RecordedRun]) -> str:
     """The loss curves on top of each other: wide below, narrow above."""
     schedules = {tuple(run.hyperparameters.get(key) for key in SCHEDULE)
                  for run in runs}
@@ -86,7 +87,7 @@ def loss(ax: Axes, runs: list[Result]) -> str:
     return ""
 
 
-def speed(ax: Axes, runs: list[Result]) -> str:
+def speed(ax: Axes, runs: list[RecordedRun]) -> str:
     """Tokens/s of all processes and of each, and the MFU if it is known."""
     ax.set(title="tokens/s (pale), tokens/s of each process (full)",
            xlabel="thousand tokens/s")
@@ -108,7 +109,7 @@ def speed(ax: Axes, runs: list[Result]) -> str:
     return ""
 
 
-def scaling(ax: Axes, runs: list[Result]) -> str:
+def scaling(ax: Axes, runs: list[RecordedRun]) -> str:
     """Efficiency against the number of processes, with ideal and model."""
     ax.set(title="scaling efficiency", xlabel="processes",
            ylabel="tokens/s per process ÷ tokens/s of one alone")
@@ -143,7 +144,7 @@ def scaling(ax: Axes, runs: list[Result]) -> str:
         ax, "there are only runs on one process:\nalso run on 2 and 4")
 
 
-def model(ax: Axes, runs: list[Result]) -> str:
+def model(ax: Axes, runs: list[RecordedRun]) -> str:
     """Where a step's time goes: the fitted parts and the measured total."""
     ax.set(title="a step: A·t_microbatch + t_optimizer + t_exposed",
            xlabel="ms per step")
@@ -183,7 +184,7 @@ def model(ax: Axes, runs: list[Result]) -> str:
     return ""
 
 
-def parts(ax: Axes, runs: list[Result]) -> str:
+def parts(ax: Axes, runs: list[RecordedRun]) -> str:
     """Where each rank's time goes in a step, as --profile recorded it."""
     ax.set(title="where a step's time goes, recorded", xlabel="ms per step")
     rows = [(f"{run.name}, rank {rank}", seconds) for run in runs
@@ -196,7 +197,7 @@ def parts(ax: Axes, runs: list[Result]) -> str:
     return ""
 
 
-def published(ax: Axes, runs: list[Result]) -> str:
+def published(ax: Axes, runs: list[RecordedRun]) -> str:
     """Another course's scaling: ten curves, in the order of their ends."""
     ax.set(title="measured by another course",
            xlabel="GPUs", ylabel="speed of each,\nrelative to one alone",
@@ -223,7 +224,7 @@ def published(ax: Axes, runs: list[Result]) -> str:
     return ""
 
 
-def gpus(ax: Axes, runs: list[Result]) -> str:
+def gpus(ax: Axes, runs: list[RecordedRun]) -> str:
     """How busy the GPUs were, in the run with the most processes."""
     ax.set(title="GPU utilisation", xlabel="seconds, a sample every 10",
            ylabel="% of the time busy", ylim=(0, 105))
@@ -240,7 +241,7 @@ def gpus(ax: Axes, runs: list[Result]) -> str:
                     "them (gpus-*.txt)")
 
 
-def ladder(ax: Axes, runs: list[Result],
+def ladder(ax: Axes, runs: list[RecordedRun],
            record: dict[str, Any] | None = None) -> str:
     """Seconds for 50 epochs and for texts, theirs and those of each rung."""
     record = record or results.read_ladder()
@@ -309,7 +310,7 @@ def stack_parts(ax: Axes, rows: Sequence[tuple[str, dict[str, float]]],
     ax.legend(loc="lower left", ncols=4)
 
 
-def colour(run: Result) -> str:
+def colour(run: RecordedRun) -> str:
     """The colour of the run's stage; another strategy has its own."""
     return COLOURS.get(run.kind, "#a457c4")
 
@@ -431,7 +432,7 @@ def write_panel() -> None:
     require(name in IN_NOTEBOOK, f"no such picture: {name}; fix: choose from "
             f"{', '.join(IN_NOTEBOOK)}")
 
-    def draw(runs: list[Result], more: str = "") -> Drawn:
+    def draw(runs: list[RecordedRun], more: str = "") -> Drawn:
         lacks, is_blank = "", False
 
         def panel(ax: Axes) -> None:

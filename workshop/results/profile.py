@@ -87,8 +87,8 @@ def recorded_parts(folder: StrPath) -> list[Seconds]:
     return [mean(rank) for rank in charge_steps(folder)]
 
 
-def mean(rank: Rank) -> Seconds:
-    """{part: seconds of a step} of a `Rank`."""
+def mean(rank: RankProfile) -> Seconds:
+    """{part: seconds of a step} of a `RankProfile`."""
     return {part: statistics.mean(seconds[part] for seconds in rank.charged)
             for part in PARTS}
 
@@ -97,7 +97,7 @@ def mean(rank: Rank) -> Seconds:
 
 
 @dataclass
-class Rank:
+class RankProfile:
     kernels: bool  # whether the trace shows a device's
     steps: dict[int, Step]
     # of each step, from `Step.charge`
@@ -160,8 +160,8 @@ def list_traces(folder: StrPath) -> list[Path]:
     return sorted(files, key=lambda file: (len(file.name), file.name))
 
 
-def charge_steps(folder: StrPath) -> list[Rank]:
-    """The run's `Rank`s, charged; [] if none has recorded."""
+def charge_steps(folder: StrPath) -> list[RankProfile]:
+    """The run's `RankProfile`s, charged; [] if none has recorded."""
     files = list_traces(folder)
     if not files:
         return []
@@ -178,10 +178,11 @@ def charge_steps(folder: StrPath) -> list[Rank]:
     return ranks if common else []
 
 
-def read_trace(file: Path, seconds: Mapping[int, float]) -> Rank:
-    """The `Rank` of a trace. seconds: how long each step took, by number."""
+def read_trace(file: Path, seconds: Mapping[int, float]) -> RankProfile:
+    """Read a trace. seconds: how long each step took, by its number."""
     with reading(file, "record it again"), gzip.open(file) as text:
-        return Rank(*find_steps(json.load(text)["traceEvents"], seconds))
+        return RankProfile(*find_steps(json.load(text)["traceEvents"],
+                                       seconds))
 
 
 def find_steps(events: list[dict[str, Any]],

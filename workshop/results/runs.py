@@ -110,7 +110,7 @@ def progress(args: argparse.Namespace) -> int:
     return int(steps is None or step < steps)
 
 
-class Result:
+class RecordedRun:
     """A run: the contents of hyperparameters.json and metrics.csv."""
 
     def __init__(self, folder: Path, record: Mapping[str, Any],
@@ -170,14 +170,14 @@ class Result:
                   if row[column] is not None]
         return statistics.median(values) if values else None
 
-    def alike(self, other: Result) -> bool:
+    def alike(self, other: RecordedRun) -> bool:
         """Whether both train the same model on the same minibatches."""
         return self.config == other.config and all(
             self.hyperparameters.get(key) == other.hyperparameters.get(key)
             for key in ALIKE)
 
 
-def read(folder: Path) -> Result:
+def read(folder: Path) -> RecordedRun:
     """The run in a folder; a `UserError` if there is nothing to show."""
     try:
         record = read_started(folder)
@@ -186,10 +186,11 @@ def read(folder: Path) -> Result:
         raise UserError(f"{show_path(folder)}: no "
                         f"{Path(error.filename).name}") from error
     require(rows, f"{show_path(folder)}: no step has finished yet")
-    return Result(folder, record, rows)
+    return RecordedRun(folder, record, rows)
 
 
-def find(folders: Iterable[StrPath] = ()) -> tuple[list[Result], list[str]]:
+def find(folders: Iterable[StrPath] = ()) -> tuple[list[RecordedRun],
+                                                   list[str]]:
     """The runs to show, and lines that say what is not shown and why.
 
     Without folders, these are the runs in runs/ that train the same as the
@@ -207,8 +208,8 @@ def find(folders: Iterable[StrPath] = ()) -> tuple[list[Result], list[str]]:
     return select(results, notes, named)
 
 
-def select(results: list[Result], notes: list[str],
-           named: Sequence[Path] = ()) -> tuple[list[Result], list[str]]:
+def select(results: list[RecordedRun], notes: list[str],
+           named: Sequence[Path] = ()) -> tuple[list[RecordedRun], list[str]]:
     """Those that train the same, in the order of the stages, and notes."""
     require(results, "; ".join(notes) or "no run to show; fix: train one")
     if not named:
@@ -227,7 +228,7 @@ def select(results: list[Result], notes: list[str],
     return results, notes
 
 
-def read_all(folders: Iterable[Path]) -> tuple[list[Result], list[str]]:
+def read_all(folders: Iterable[Path]) -> tuple[list[RecordedRun], list[str]]:
     """The runs, and a line for each that cannot be read."""
     results, problems = [], []
     for folder in folders:
@@ -278,7 +279,7 @@ def lost_seconds(device: str) -> dict[int, float]:
             for size, seconds in given["published"][device].items()}
 
 
-def efficiency(results: Iterable[Result]) -> dict[str, dict[int, float]]:
+def efficiency(results: Iterable[RecordedRun]) -> dict[str, dict[int, float]]:
     """Tokens/s per process, relative to one alone: {kind: {n: ratio}}.
 
     A kind is compared with its own run on one process, or else with the first
@@ -364,7 +365,7 @@ def fit(points: Mapping[tuple[int, int, int], float],
                  between if 3 in measured else None, num_bytes, told_apart)
 
 
-def fit_kind(results: Iterable[Result], kind: str) -> Model | None:
+def fit_kind(results: Iterable[RecordedRun], kind: str) -> Model | None:
     """The model of the runs of a kind, or None if there are too few."""
     runs = [result for result in results if result.kind == kind]
     if not runs:

@@ -20,7 +20,7 @@ from rankcheck.engine.findings import (
 )
 
 if TYPE_CHECKING:  # they import the fork server, or torch
-    from rankcheck.engine.ranks import Rank
+    from rankcheck.engine.ranks import RankExit
     from rankcheck.engine.run_record import RunRecord
 
 EFFECT = re.compile(  # words about what another rank did, or did not
@@ -124,7 +124,7 @@ def shorten(words: str, most: int = 200) -> str:
     return textwrap.shorten(words, most, placeholder=" ...")
 
 
-def error_output(rank: Rank) -> str:
+def error_output(rank: RankExit) -> str:
     """Return what a rank has said of an error: on stdout, if it sends all
     there.
     """

@@ -35,7 +35,7 @@ from rankcheck.system.errors import KILLED, UserError, describe_error
 
 
 @dataclass(eq=False)
-class Job:
+class ForkedRank:
     """A forked process; status is None while it lives."""
 
     server: Server
@@ -63,7 +63,7 @@ class Server:
     def __init__(self, preload: Sequence[str], hashes: int | None = None
                  ) -> None:
         self.owner = os.getpid()
-        self.jobs: list[Job] = []
+        self.jobs: list[ForkedRank] = []
         self.link, its = Pipe()
         code = (f"import sys; sys.path[:] = {sys.path!r}\n"
                 "from rankcheck.engine.fork_server import serve\n"
@@ -77,7 +77,7 @@ class Server:
             pass_fds=[its.fileno()], start_new_session=True, env=env)
         its.close()
 
-    def fork(self, run: Run, rank: int, port: int, output: str) -> Job:
+    def fork(self, run: Run, rank: int, port: int, output: str) -> ForkedRank:
         """Fork a rank; for the arguments see `run_script`."""
         number = len(self.jobs)
         # the pickle is opened where sys.path is right for it
@@ -96,7 +96,7 @@ class Server:
             except (EOFError, OSError):
                 raise UserError(KILLED) from None
             if event == "started":
-                self.jobs.append(Job(self, value))
+                self.jobs.append(ForkedRank(self, value))
                 return
             self.jobs[number].status = value
             seconds = 0
@@ -109,7 +109,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Activity:
+class CpuActivity:
     """What processes are doing.
 
     Attributes:
@@ -122,7 +122,7 @@ class Activity:
     eager: int
 
 
-def measure_activity(servers: set[int], others: set[int]) -> Activity | None:
+def measure_activity(servers: set[int], others: set[int]) -> CpuActivity | None:
     """Return what the processes of some sessions are doing.
 
     Args:
@@ -148,7 +148,7 @@ def measure_activity(servers: set[int], others: set[int]) -> Activity | None:
                 if rest and pid not in servers:
                     ticks = sum(map(int, rest[10:12]))
                     seconds[task] = ticks / tick
-    return Activity(seconds, eager)
+    return CpuActivity(seconds, eager)
 
 
 STOPPED, BUSY = "Tt", "RD"  # a thread's states, as Linux names them

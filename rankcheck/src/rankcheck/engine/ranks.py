@@ -32,7 +32,7 @@ MOST = 1_000_000  # bytes of output from each of its ends
 
 
 @dataclass
-class Rank:
+class RankExit:
     """How a process ended: `status` is None if it had to be killed."""
 
     status: int | None
@@ -53,7 +53,7 @@ class Launch:
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=run.within))
         fork_server.folders.add(self.folder)
         self.script = run.script
-        self.jobs: list[fork_server.Job] = []
+        self.jobs: list[fork_server.ForkedRank] = []
         self.launcher = run.launcher
         port = free_port()
         try:
@@ -66,7 +66,8 @@ class Launch:
             raise
 
     def wait(self, timeout: float = 120,
-             gives_up: Callable[[], bool | None] | None = None) -> list[Rank]:
+             gives_up: Callable[[], bool | None] | None = None
+             ) -> list[RankExit]:
         """Wait until all ranks have ended, and return how.
 
         Args:
@@ -79,16 +80,16 @@ class Launch:
             stacks = self.stacks() if late else [""] * len(self.jobs)
             self.signal(signal.SIGKILL)
             self.wait_for_end(time.monotonic() + 10)
-            return [Rank(None if job in late else job.status,
-                         self.text(rank, "out"),
-                         self.text(rank, "err") + stacks[rank])
+            return [RankExit(None if job in late else job.status,
+                             self.text(rank, "out"),
+                             self.text(rank, "err") + stacks[rank])
                     for rank, job in enumerate(self.jobs)]
         finally:
             self.clear()
 
     def wait_for_end(self, end: float,
                      gives_up: Callable[[], bool | None] | None = None
-                     ) -> list[fork_server.Job]:
+                     ) -> list[fork_server.ForkedRank]:
         """Return the processes that have not ended by then.
 
         end: as time.monotonic() says it.
@@ -151,7 +152,7 @@ class Launch:
         shutil.rmtree(self.folder, ignore_errors=True)
         fork_server.folders.discard(self.folder)
 
-    def activity(self) -> fork_server.Activity | None:
+    def activity(self) -> fork_server.CpuActivity | None:
         """Return the activity of the ranks and of a launcher's processes."""
         return fork_server.measure_activity(
             {job.server.process.pid for job in self.jobs},
@@ -164,7 +165,7 @@ class Launch:
 
 def launch(script: str | Path, *flags: Flag, timeout: float = 120,
            env: Mapping[str, str] | None = None,
-           **options: Unpack[RunOptions]) -> list[Rank]:
+           **options: Unpack[RunOptions]) -> list[RankExit]:
     """Start a script, wait for its end, and return how its ranks ended.
     """
     return Launch(script, *flags, env=env, **options).wait(timeout)

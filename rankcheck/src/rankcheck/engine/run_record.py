@@ -15,7 +15,7 @@ from rankcheck.engine.hang_detector import (
     Patience,
     read_events,
 )
-from rankcheck.engine.ranks import Flag, Launch, Rank
+from rankcheck.engine.ranks import Flag, Launch, RankExit
 from rankcheck.engine.run import RunOptions, Torchrun
 from rankcheck.record.rank_record import RankRecord
 from rankcheck.system.errors import InternalError
@@ -48,7 +48,7 @@ class RunRecord:
     """
 
     script: Path
-    ranks: list[Rank] = field(default_factory=list)
+    ranks: list[RankExit] = field(default_factory=list)
     gave_up: str = ""
     records: Sequence[RankRecord | None] = ()
     events: list[list[Event]] = field(default_factory=list)

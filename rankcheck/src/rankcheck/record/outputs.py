@@ -41,7 +41,7 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputTensor:
     """A tensor that a module has put out."""
 
     model: str  # the class of the outermost module
@@ -53,7 +53,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Entry(Output):
+class Entry(OutputTensor):
     """The same, as the samples have parts of it."""
 
     axis: str  # of `AXES`
@@ -153,11 +153,11 @@ class Outputs:
         for leaf, value in enumerate(tree_leaves(output)):
             tensor = plain(value)
             if tensor is not None:
-                self.record(tensor, Output(
+                self.record(tensor, OutputTensor(
                     model=self.label, name=name, kind=type_of(module),
                     call=call, leaf=leaf, part=len(self.samples) - 1))
 
-    def record(self, tensor: torch.Tensor, output: Output) -> None:
+    def record(self, tensor: torch.Tensor, output: OutputTensor) -> None:
         """Record a tensor, in each way in which samples may lie in it."""
         for axis, layout, view in views(tensor, *self.sizes):
             picks = self.picks[axis]

@@ -45,7 +45,7 @@ class LocalTensors(TypedDict):
     flat: torch.Tensor  # the elements of the whole ones, in one vector
 
 
-class Piece(NamedTuple):
+class TensorPart(NamedTuple):
     """Elements of a tensor that a rank has."""
 
     name: str
@@ -230,13 +230,14 @@ def without(state: LocalTensors, names: Collection[str]) -> LocalTensors:
             "flat": others["flat"]}
 
 
-def pieces(state: LocalTensors, rank: int) -> Iterator[Piece]:
+def pieces(state: LocalTensors, rank: int) -> Iterator[TensorPart]:
     """Yield what a rank has of each tensor."""
     for name, part in whole_here(state).items():
-        yield Piece(name, part.shape, part.flatten(), slice(None))
+        yield TensorPart(name, part.shape, part.flatten(), slice(None))
     for name, entry in state["sharded"].items():
-        yield Piece(name, torch.Size(entry["shape"]), entry["part"].flatten(),
-                    elements(entry, rank))
+        yield TensorPart(name, torch.Size(entry["shape"]),
+                         entry["part"].flatten(),
+                         elements(entry, rank))
 
 
 def whole_here(state: LocalTensors) -> dict[str, torch.Tensor]:

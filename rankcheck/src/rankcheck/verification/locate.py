@@ -21,7 +21,7 @@ Axis: TypeAlias = Literal["rows", "columns"]  # of a tensor, with the samples
 
 
 @dataclass(frozen=True, order=True)
-class Output:
+class ModuleOutput:
     """One tensor that a module puts out, in one of its calls."""
 
     model: str
@@ -66,10 +66,10 @@ class OutputComparison:
         error: why nothing was recorded.
     """
 
-    agreeing: tuple[Output, ...]
-    first: Output | None = None
+    agreeing: tuple[ModuleOutput, ...]
+    first: ModuleOutput | None = None
     ranks: tuple[int, ...] = ()
-    kinds: Mapping[Output, str] = field(default_factory=dict)
+    kinds: Mapping[ModuleOutput, str] = field(default_factory=dict)
     unsure: bool = False
     whole: bool = False
     error: str = ""
@@ -87,20 +87,21 @@ class Recorded(NamedTuple):
         kinds: the class of the module that has put it out.
     """
 
-    sketches: dict[Output, Sketches]
-    kinds: dict[Output, str]
+    sketches: dict[ModuleOutput, Sketches]
+    kinds: dict[ModuleOutput, str]
 
 
 def read(record: RecordedOutputs | None) -> Recorded:
     """Sort what rankcheck.record.outputs has recorded on a rank."""
-    found: dict[Output, Sketches] = defaultdict(lambda: defaultdict(dict))
-    kinds: dict[Output, str] = {}
-    times: Counter[tuple[Output, View, str]] = Counter()
+    found: dict[ModuleOutput, Sketches] = defaultdict(
+        lambda: defaultdict(dict))
+    kinds: dict[ModuleOutput, str] = {}
+    times: Counter[tuple[ModuleOutput, View, str]] = Counter()
     if record is None:
         return Recorded(found, kinds)
     for values in record["entries"]:
         entry = Entry(**values)
-        output = Output(entry.model, entry.name, entry.call, entry.leaf)
+        output = ModuleOutput(entry.model, entry.name, entry.call, entry.leaf)
         view = View(entry.axis, entry.layout, tuple(entry.shape))
         kinds.setdefault(output, entry.kind)
         end = entry.start + NUMBERS * entry.count
@@ -132,7 +133,7 @@ def compare_outputs(ranks: Sequence[RankRecord], single: RankRecord,
             return OutputComparison((), error=record.outputs_error)
     good, kinds = read(single.outputs)
     each = [read(record.outputs).sketches for record in ranks]
-    agreeing: list[Output] = []
+    agreeing: list[ModuleOutput] = []
     unsure, last = False, None
     for output in good:
         if holds_part(output, hand_sharded):
@@ -157,7 +158,7 @@ def compare_outputs(ranks: Sequence[RankRecord], single: RankRecord,
                             whole=last is not None and last == [*good][-1])
 
 
-def holds_part(output: Output, hand_sharded: frozenset[str]) -> bool:
+def holds_part(output: ModuleOutput, hand_sharded: frozenset[str]) -> bool:
     """Return whether the module has a hand-sharded parameter of its own."""
     owners = {name.partition(":")[2].rpartition(".")[0]
               for name in hand_sharded}
@@ -240,7 +241,7 @@ def join_ranks(ranks: Sequence[int]) -> str:
     return words
 
 
-def words_of(output: Output, kinds: Mapping[Output, str]) -> str:
+def words_of(output: ModuleOutput, kinds: Mapping[ModuleOutput, str]) -> str:
     """Return a module's name, as its model calls it, with its class."""
     text = output.name or "the model"
     text += f" ({kinds[output]})"

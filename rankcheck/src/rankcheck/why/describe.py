@@ -13,8 +13,8 @@ from rankcheck.system.sources import NAMED, SCRIPT
 from rankcheck.why.process_record import Call, Ended, ErrorThatFollowed
 from rankcheck.why.ranks import (
     SOON,
+    CodeLine,
     Job,
-    Place,
     Rank,
     RankList,
     RankNumbers,
@@ -44,7 +44,7 @@ def describe_call(call: Call) -> str:
     if root is not None:
         words += f" with root {root}"
     if call["line"]:
-        words += f" in {Place(*call['line'])}"
+        words += f" in {CodeLine(*call['line'])}"
     return words
 
 
@@ -230,14 +230,14 @@ def describe_kill(rank: Rank) -> str:
 
 
 @dataclass(frozen=True)
-class Activity:
+class StartedProcesses:
     """What a rank has started, as texts, at most three of each."""
 
     working: list[str]
     idle: list[str]
 
 
-def describe_work(rank: Rank) -> Activity:
+def describe_work(rank: Rank) -> StartedProcesses:
     """Return what works of what a rank has started, and what does not."""
     states = {"Z": "has ended", "T": "is stopped"}
     working, idle = [], []
@@ -249,15 +249,15 @@ def describe_work(rank: Rank) -> Activity:
             name = f"thread {work.name}"
         if work.has_worked:
             if work.line:
-                name += f", in {Place(*work.line)}"
+                name += f", in {CodeLine(*work.line)}"
             working.append(name)
         elif work.kind == "process":
             state = states.get(work.state, "is idle")
             idle.append(f"its {name} {state}")
         elif work.line and work in rank.helpers:
-            idle.append(f"its {name} is in {Place(*work.line)}")
+            idle.append(f"its {name} is in {CodeLine(*work.line)}")
     idle.sort(key=lambda words: not words.endswith("ended"))
-    return Activity(working[:3], idle[:3])
+    return StartedProcesses(working[:3], idle[:3])
 
 
 def say_oom(ranks: Iterable[Rank]) -> str:
@@ -286,7 +286,7 @@ def describe_each(ranks: Iterable[Rank]) -> str:
 
 def say_places(ranks: Sequence[Rank]) -> str:
     """Return in which line they are, or in which lines who of them is."""
-    places: defaultdict[Place, RankList] = defaultdict(RankList)
+    places: defaultdict[CodeLine, RankList] = defaultdict(RankList)
     for rank in ranks:
         places[rank.place].append(rank)
     if len(places) == 1:

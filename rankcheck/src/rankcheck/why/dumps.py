@@ -55,7 +55,7 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
+class DumpedCall:
     """A collective, or a message, as its rank has begun it.
 
     Attributes:
@@ -91,7 +91,7 @@ class Dump:
 
     rank: int
     file: Path
-    calls: list[Call]
+    calls: list[DumpedCall]
 
 
 # ------------------------------------------------------------------- reading
@@ -148,7 +148,7 @@ def read_dump(rank: int, file: Path) -> Dump:
 
 
 def _read_call(entry: dict[str, Any],
-               members: dict[str, tuple[int, ...]]) -> Call:
+               members: dict[str, tuple[int, ...]]) -> DumpedCall:
     """Read an entry of the record.
 
     Args:
@@ -160,7 +160,7 @@ def _read_call(entry: dict[str, Any],
     peer = -1
     if message:
         name, peer = message[1], int(message[3])
-    return Call(
+    return DumpedCall(
         group=Group(group, members.get(group)),
         number=entry["collective_seq_id"],
         operation=name, inputs=str(entry["input_sizes"]),
@@ -212,7 +212,7 @@ def judge(dumps: list[Dump]) -> list[Finding]:
 
 
 def judge_collectives(group: str, members: tuple[int, ...] | None,
-                      calls: dict[int, list[Call]]) -> Finding | None:
+                      calls: dict[int, list[DumpedCall]]) -> Finding | None:
     """Compare the collectives that have the same number in their group.
 
     Args:
@@ -255,13 +255,13 @@ def judge_collectives(group: str, members: tuple[int, ...] | None,
                 "log); the network: NCCL_DEBUG=INFO")
 
 
-def number_calls(calls: list[Call]) -> dict[int, Call]:
+def number_calls(calls: list[DumpedCall]) -> dict[int, DumpedCall]:
     """Return a rank's collectives in one group by their number.
 
     Those that NCCL starts together share a number, and an entry "coalesced"
     follows them: the first of these stands for all, and is over if any is.
     """
-    numbered: dict[int, Call] = {}
+    numbered: dict[int, DumpedCall] = {}
     for call in calls:
         if call.is_message:
             continue
@@ -272,12 +272,12 @@ def number_calls(calls: list[Call]) -> dict[int, Call]:
 
 
 def find_mismatch(group: str, number: int,
-                  present: dict[int, Call]) -> Finding | None:
+                  present: dict[int, DumpedCall]) -> Finding | None:
     """Name the ranks whose call with this number differs from most ranks'.
 
     Of two halves, the one with the lowest rank counts as most.
     """
-    properties: tuple[tuple[str, Callable[[Call], str | None]], ...] = (
+    properties: tuple[tuple[str, Callable[[DumpedCall], str | None]], ...] = (
         ("operation differs", lambda call: call.operation),
         ("sizes differ", lambda call: None if UNEVEN_INPUTS.search(
             call.operation) else call.inputs),
@@ -308,8 +308,8 @@ def find_mismatch(group: str, number: int,
 
 
 def describe_absent(group: str, number: int, members: list[int],
-                    present: dict[int, Call],
-                    numbered: dict[int, dict[int, Call]]) -> Finding:
+                    present: dict[int, DumpedCall],
+                    numbered: dict[int, dict[int, DumpedCall]]) -> Finding:
     """Say which ranks have not called what the others wait in."""
     call = next(iter(present.values()))
     absent = [rank for rank in members if rank not in present]
@@ -334,7 +334,7 @@ def describe_absent(group: str, number: int, members: list[int],
 
 
 def judge_messages(group: str, members: tuple[int, ...],
-                   calls: dict[int, list[Call]]) -> Finding | None:
+                   calls: dict[int, list[DumpedCall]]) -> Finding | None:
     """Pair the messages that have not ended: each needs its counterpart.
 
     Messages that are sent together leave a further entry, "coalesced", which
@@ -366,7 +366,7 @@ def judge_messages(group: str, members: tuple[int, ...],
     return None
 
 
-def name_peer(call: Call, members: tuple[int, ...]) -> int:
+def name_peer(call: DumpedCall, members: tuple[int, ...]) -> int:
     """Return the number of a message's other rank among all ranks.
 
     It may be beyond those that are known, where some have left no dump.

@@ -24,8 +24,8 @@ from rankcheck.why import describe
 from rankcheck.why.ranks import (
     PATIENCE,
     SOON,
+    CodeLine,
     Job,
-    Place,
     Rank,
     RankCall,
     RankList,
@@ -387,7 +387,7 @@ def first_error(job: Job) -> Diagnosis | None:
     return Diagnosis(blamed, "; ".join(texts))
 
 
-def identify_error(rank: Rank) -> str | tuple[str, Place]:
+def identify_error(rank: Rank) -> str | tuple[str, CodeLine]:
     """Return what is the same for the same error, in whatever words; of one
     that may follow from another rank's, the words as well.
     """

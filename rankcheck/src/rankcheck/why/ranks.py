@@ -66,7 +66,7 @@ Ending = Literal["runs", "done", "error", "lost", "stopped", "killed", "gone",
                  "silent"]
 
 
-class Place(NamedTuple):
+class CodeLine(NamedTuple):
     """A line, which reads `line 41 of train.py: loss.backward()`."""
 
     file: str
@@ -319,9 +319,9 @@ class Rank:
     def identity(self) -> Identity:
         return Identity(self.rank, "" if self.world_size else self.host)
 
-    def find_place(self, stack: Stack) -> Place:
+    def find_place(self, stack: Stack) -> CodeLine:
         """Return the script's innermost line."""
-        return Place(*self.sources.find_line(stack))
+        return CodeLine(*self.sources.find_line(stack))
 
     @cached_property
     def unfinished_calls(self) -> list[RankCall]:

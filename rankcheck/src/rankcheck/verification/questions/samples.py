@@ -64,7 +64,7 @@ ONE_ORDER = ("seed the order alike on all ranks, for example with the epoch: "
 
 
 @dataclass(frozen=True)
-class StepSamples:
+class StepReading:
     """The samples of one step of an optimizer.
 
     Attributes:
@@ -94,7 +94,7 @@ class Reading:
             stream, which may give all of it to each of them.
     """
 
-    steps: list[StepSamples]
+    steps: list[StepReading]
     single_process: list[list[str]]
     partitioned: bool
     streamed: bool
@@ -194,7 +194,7 @@ def pick_worst(findings: list[Finding | None]) -> list[Finding]:
 
 def read_by(case: Comparison, number: int) -> Reading:
     """Return what the steps of the optimizer with this number read."""
-    steps = [StepSamples(step, rows(records))
+    steps = [StepReading(step, rows(records))
              for step, records in enumerate(case.steps)
              if records[0]["optimizer"] == number]
     single = [record for record in case.longest_single_steps
