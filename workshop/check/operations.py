@@ -90,11 +90,11 @@ def compare(function: Function, name: str, tolerance: float = 1e-5,
         "" if all it computes is what PyTorch computes.
     """
     inputs, reference = make_inputs()[name]
-    mine = compute(function, inputs.values(), dtype)
-    good = compute(reference, [x.to(dtype) if x.is_floating_point() else x
-                               for x in inputs.values()], torch.float64)
+    actual = compute(function, inputs.values(), dtype)
+    expected = compute(reference, [x.to(dtype) if x.is_floating_point() else x
+                                   for x in inputs.values()], torch.float64)
     for what, a, b in zip(("output", *(f"gradient of {x}" for x in inputs)),
-                          mine, good, strict=False):
+                          actual, expected, strict=False):
         if b is None:
             raise ValueError(f"PyTorch's {name} has no {what}")
         if a is None:

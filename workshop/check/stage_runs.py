@@ -189,13 +189,13 @@ class Bench:
             script = Path(__file__).with_name("operations.py")
             flags = (self.script,)
         run_folder = self.folder / planned.name
-        seen = self.folder / f"{planned.name}-seen"
+        record_folder = self.folder / f"{planned.name}-seen"
         few = FEW if STAGES[self.stage].kernels else ()
         run = self.workspace.run(
             StageRun(script, stage=self.stage, mesh=mesh),
             (*FLAGS, *few, "--data", self.folder / "data",
              "--run-dir", run_folder, *mesh.flags(), *flags),
-            seen, self.say,
+            record_folder, self.say,
             Budget(self.allow(planned), endless=3 * STEPS),
             sandbox=self.copy,
             fix="fix: let it write into the run's folder",
@@ -208,7 +208,7 @@ class Bench:
         require(run.kills or not run.killed, KILLED)
         run.source, run.more = script.read_bytes(), flags
         self.collect(run, run_folder)
-        shutil.rmtree(seen)
+        shutil.rmtree(record_folder)
         return run
 
     def allow(self, planned: PlannedRun) -> float:

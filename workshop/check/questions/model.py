@@ -41,28 +41,29 @@ def samples(run: StageRun, reference: StageRun) -> Finding | None:
     dp, tp = run.mesh.dp, run.mesh.tp
     size = MINIBATCH // dp if run.about.split == "layers" else B
     for step in range(run.first_step, STEPS):
-        good = reference.record_of(0).samples[step]
+        expected = reference.record_of(0).samples[step]
         read = [tuple(record.samples[step - run.first_step])
                 for record in run.all_records]
         parts = set(read) if tp > 1 else read
-        if sorted(i for part in parts for i in part) == sorted(good):
+        if sorted(i for part in parts for i in part) == sorted(expected):
             continue
-        for rank, mine in enumerate(read):
+        for rank, actual in enumerate(read):
             # what a rank of the course's stages reads of the minibatch
-            own = tuple(i for k, i in enumerate(good)
+            own = tuple(i for k, i in enumerate(expected)
                         if k // size % dp == rank // tp % dp)
-            if mine and len(mine) != len(own):
+            if actual and len(actual) != len(own):
                 return fail(f"samples of step {step}: rank {rank} reads "
-                            f"{len(mine)} of them, not {len(own)}",
+                            f"{len(actual)} of them, not {len(own)}",
                             ranks=[rank], numbers={
-                                "step": step, "samples": len(mine),
+                                "step": step, "samples": len(actual),
                                 "single": len(own)}, kind="batch-size")
-            if mine and mine != own:
+            if actual and actual != own:
                 return fail(f"samples of step {step}: rank {rank} reads "
-                            f"{shorten(mine)}, not {shorten(own)}",
+                            f"{shorten(actual)}, not {shorten(own)}",
                             ranks=[rank], numbers={"step": step},
                             kind="other-samples")
-        return fail(f"samples of step {step} are not {shorten(good)}, each "
+        return fail(f"samples of step {step} are not "
+                    f"{shorten(expected)}, each "
                     "once", numbers={"step": step}, kind="other-samples")
     return None
 
@@ -82,19 +83,19 @@ def shorten(numbers: Sequence[int]) -> str:
 @question("the optimizer matches the single device's")
 def optimizer(run: StageRun, reference: StageRun) -> Finding | None:
     """What it updates, and how: groups of parameters by name."""
-    good = by_name(reference.record_of(0).optimizers or [])
+    expected = by_name(reference.record_of(0).optimizers or [])
     updated: set[str] = set()
     for record in run.all_records:
-        mine = by_name(record.optimizers or [])
-        updated |= mine.keys()
-        for name in sorted(good.keys() & mine.keys()):
+        actual = by_name(record.optimizers or [])
+        updated |= actual.keys()
+        for name in sorted(expected.keys() & actual.keys()):
             for key in ("weight_decay", "betas", "eps", "lr"):
-                value = mine[name].get(key, good[name][key])
-                if not np.allclose(value, good[name][key], 1e-6, 0):
+                value = actual[name].get(key, expected[name][key])
+                if not np.allclose(value, expected[name][key], 1e-6, 0):
                     return fail(f"the optimizer has {key}={value} for {name},"
-                                f" not {good[name][key]}",
+                                f" not {expected[name][key]}",
                                 kind="optimizer-setting")
-    missing = good.keys() - updated
+    missing = expected.keys() - updated
     if missing and run.mesh.pp == 1:  # else see what they start from
         return fail(f"the optimizer does not update {min(missing)}",
                     kind="not-optimized")
@@ -110,21 +111,22 @@ def by_name(groups: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 @question("every rank starts from the same weights", ("whole", "resumed"))
 def first_weights(run: StageRun, reference: StageRun) -> Finding | None:
     """Those of the single device, or of the checkpoint that is resumed."""
-    good = put_together([
+    expected = put_together([
         reference.record_of(0).first_weights if run.resumed is None else
         describe(run.resumed["model"].items())])
     if not all(record.start for record in run.all_records):
         return fail("the model is never called to train", kind="not-called")
-    mine = put_together([record.first_weights for record in run.all_records])
-    missing = mine.holes + sorted(good.tensors.keys() - mine.tensors.keys())
+    actual = put_together([record.first_weights for record in run.all_records])
+    missing = actual.holes + sorted(
+        expected.tensors.keys() - actual.tensors.keys())
     if missing and run.resumed is None:
         return fail(f"{missing[0]} is missing or incomplete on all ranks",
                     kind="missing-weights")
-    if mine.differing:
-        return fail(f"rank {min(mine.differing)} starts with different "
-                    "weights than rank 0", ranks=sorted(mine.differing),
+    if actual.differing:
+        return fail(f"rank {min(actual.differing)} starts with different "
+                    "weights than rank 0", ranks=sorted(actual.differing),
                     kind="unequal-initial-weights")
-    if not distance(mine, good) <= 0:
+    if not distance(actual, expected) <= 0:
         owner = "the checkpoint"
         if not run.first_step:
             owner = "the single device"
@@ -170,19 +172,19 @@ ask_about("lr", "learning rates agree", "learning rate", 1e-6)
 def gradients(run: StageRun, reference: StageRun) -> Finding | None:
     """Equal on all ranks that hold the same, and right, at every step."""
     for step in range(run.first_step, STEPS):
-        good = put_together([reference.record_of(0).gradients[step]])
-        mine = put_together([record.gradients[step - run.first_step]
-                             for record in run.all_records])
-        unequal = [rank for rank, off in mine.differing.items()
-                 if off > 1e-6 * max(1.0, length(good.tensors))]
+        expected = put_together([reference.record_of(0).gradients[step]])
+        actual = put_together([record.gradients[step - run.first_step]
+                               for record in run.all_records])
+        unequal = [rank for rank, off in actual.differing.items()
+                   if off > 1e-6 * max(1.0, length(expected.tensors))]
         if unequal:
-            name = min(mine.unequal,
+            name = min(actual.unequal,
                        key=lambda name: ("ln_" not in name, name))
             return fail(f"gradients of step {step} differ between rank 0 and "
                         f"rank {min(unequal)}, such as that of {name}",
                         ranks=unequal, numbers={"step": step},
                         kind="unequal-gradients")
-        error = mine.error(good)
+        error = actual.error(expected)
         if not error <= GRADIENT:
             return fail(f"gradients of step {step} have a relative error "
                         f"of {percent(error)}",
@@ -234,12 +236,12 @@ def gathers(run: StageRun, reference: StageRun) -> Finding | None:
 
 @question("final weights match the single device's", ("whole", "resumed"))
 def weights(run: StageRun, reference: StageRun) -> Finding | None:
-    good = put_together([reference.record_of(0).last_weights])
-    mine = put_together([record.last_weights for record in run.all_records])
-    if mine.differing:
-        return fail(f"the final weights of rank {min(mine.differing)} are "
+    expected = put_together([reference.record_of(0).last_weights])
+    actual = put_together([record.last_weights for record in run.all_records])
+    if actual.differing:
+        return fail(f"the final weights of rank {min(actual.differing)} are "
                     "not rank 0's", kind="unequal-weights")
-    error = distance(mine, good)
+    error = distance(actual, expected)
     if not error <= 0.02 * LEARNING_RATE:
         return fail(f"the final weights differ by up to {error:.1e}",
                     kind="weights-differ")

@@ -103,13 +103,14 @@ def data_alone(run: StageRun) -> bool:
     return run.mesh.is_data_parallel and several(run)
 
 
-def distance(mine: Whole, good: Whole) -> float:
+def distance(actual: Whole, expected: Whole) -> float:
     """Return the largest difference of an element, in the names of both.
 
     It is nan if one of the elements is.
     """
-    off = [difference(mine.tensors[name], tensor).abs().max().item()
-           for name, tensor in good.tensors.items() if name in mine.tensors]
+    off = [difference(actual.tensors[name], tensor).abs().max().item()
+           for name, tensor in expected.tensors.items()
+           if name in actual.tensors]
     return float(np.max(off)) if off else float("nan")
 
 
@@ -137,20 +138,20 @@ def ask_about(column: str, title: str, name: str, tolerance: float,
         rows = {number(row, "step"): row for row in run.rows}
         for step in range(STEPS):
             value = number(rows.get(step, {}), column)
-            good = number(reference.rows[step], column)
-            if np.isnan(value) and np.isnan(good):
+            expected = number(reference.rows[step], column)
+            if np.isnan(value) and np.isnan(expected):
                 continue
             if np.isnan(value):
                 return fail(f"there is no {name} of step {step}",
                             numbers={"step": step}, kind="log")
-            if np.isnan(good):
+            if np.isnan(expected):
                 return fail(f"there is a {name} of step {step}, and with the "
                             "single device there is none",
                             numbers={"step": step}, kind="log")
-            if not abs(value - good) <= tolerance * abs(good):
+            if not abs(value - expected) <= tolerance * abs(expected):
                 text = f"the {name} of step {step} is {value:.6g}, not "
-                text += f"{good:.6g}"
-                times = value / good
+                text += f"{expected:.6g}"
+                times = value / expected
                 if not 0.6 < times < 1.6:
                     text += f" ({times:.3g} times as large)"
                 return fail(text, numbers={"step": step}, kind="log")

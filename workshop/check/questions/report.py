@@ -33,12 +33,13 @@ ask_about("val_loss", "validation losses agree", "validation loss", 1e-5)
 
 @question("no more is evaluated than by the single device")
 def evaluated(run: StageRun, reference: StageRun) -> Finding | None:
-    good, mine = (
+    expected, actual = (
         sum(record.evaluated for record in one.all_records) // one.mesh.tp
         for one in (reference, run))
-    if mine > good:
-        return fail(f"{mine} samples are evaluated in all, where the single "
-                    f"device evaluates {good}", kind="evaluated-repeatedly")
+    if actual > expected:
+        return fail(f"{actual} samples are evaluated in all, where the single "
+                    f"device evaluates {expected}",
+                    kind="evaluated-repeatedly")
     return None
 
 
@@ -109,13 +110,15 @@ def checkpoint(run: StageRun, reference: StageRun) -> Finding | None:
                     kind="checkpoint-step")
     if reference.state is None:
         raise ValueError("the single device has left no checkpoint")
-    mine, good = run.state["model"], reference.state["model"]
-    prefix = prefix_of(mine, good)
-    odd = sorted({name.removeprefix(prefix) for name in mine} ^ good.keys())
+    actual, expected = run.state["model"], reference.state["model"]
+    prefix = prefix_of(actual, expected)
+    odd = sorted({name.removeprefix(prefix)
+                  for name in actual} ^ expected.keys())
     if odd or "module." in prefix or "_orig_mod." in prefix:
-        return fail(f"the checkpoint has different names ({[*odd, *mine][0]})",
+        name = [*odd, *actual][0]
+        return fail(f"the checkpoint has different names ({name})",
                     kind="checkpoint-names")
-    off = distance(whole(mine, prefix), whole(good))
+    off = distance(whole(actual, prefix), whole(expected))
     if not off <= 0.02 * LEARNING_RATE:
         return fail(f"the checkpoint's weights differ by up to {off:.1e}",
                     kind="checkpoint-weights")
@@ -131,13 +134,15 @@ def checkpoint(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-def prefix_of(mine: Collection[str], good: Collection[str]) -> str:
+def prefix_of(actual: Collection[str], expected: Collection[str]) -> str:
     """Return what all names have before the single device's; "" if that is
     not one thing.
     """
-    found = {name.removesuffix(plain) for name in mine for plain in good
+    found = {name.removesuffix(plain) for name in actual for plain in expected
              if name.endswith("." + plain)}
-    return min(found) if len(found) == 1 and len(mine) == len(good) else ""
+    if len(found) == 1 and len(actual) == len(expected):
+        return min(found)
+    return ""
 
 
 def whole(tensors: Mapping[str, torch.Tensor | None], prefix: str = ""

@@ -102,7 +102,7 @@ class RunRecord:
 AnyRunRecord = TypeVar("AnyRunRecord", bound=RunRecord)
 
 
-def watch(run: AnyRunRecord, flags: Iterable[Flag], seen: Path,
+def watch(run: AnyRunRecord, flags: Iterable[Flag], record_folder: Path,
           say: Callable[[str], None], budget: Budget, *,
           env: Mapping[str, str] | None = None,
           **options: Unpack[RunOptions]) -> AnyRunRecord:
@@ -110,7 +110,7 @@ def watch(run: AnyRunRecord, flags: Iterable[Flag], seen: Path,
 
     Args:
         flags: of the script.
-        seen: the folder of the ranks' records.
+        record_folder: the folder of the ranks' records.
         say: is told what it waits for.
         budget: what the ranks may take.
         env: the variables of all ranks; None: this process's.
@@ -120,18 +120,19 @@ def watch(run: AnyRunRecord, flags: Iterable[Flag], seen: Path,
         InternalError: a probe raised an exception.
     """
     begin = time.monotonic()
-    seen.mkdir(exist_ok=True)
-    options["log"] = seen
+    record_folder.mkdir(exist_ok=True)
+    options["log"] = record_folder
     launch = Launch(run.script, *flags, env=env, **options)
-    patience = Patience(launch, seen, say, budget)
+    patience = Patience(launch, record_folder, say, budget)
     run.ranks = launch.wait(SECONDS, patience)
     run.waiting_files = launch.launcher.waiting_files
     run.gave_up, run.cpu = patience.reason, patience.cpu
     run.patience = budget.patience
     run.seconds = time.monotonic() - begin
     kind, ranks = options.get("record") or RankRecord, range(len(run.ranks))
-    run.records = [kind.read_from(seen, rank) for rank in ranks]
-    run.events = [read_events(seen / f"{rank}.jsonl") for rank in ranks]
+    run.records = [kind.read_from(record_folder, rank) for rank in ranks]
+    run.events = [read_events(record_folder / f"{rank}.jsonl")
+                  for rank in ranks]
     require_sound_probes(run)
     return run
 

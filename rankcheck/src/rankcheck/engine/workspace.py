@@ -44,7 +44,8 @@ class Workspace:
         """The folder for the runs' temporary files."""
         return self.folder / "tmp"
 
-    def run(self, run: AnyRunRecord, flags: Iterable[Flag], seen: Path,
+    def run(self, run: AnyRunRecord, flags: Iterable[Flag],
+            record_folder: Path,
             say: Callable[[str], None], budget: Budget, *,
             sandbox: Sandbox, fix: str, env: Mapping[str, str],
             **options: Unpack[RunOptions]) -> AnyRunRecord:
@@ -53,7 +54,7 @@ class Workspace:
         Args:
             run: which is filled with what came.
             flags: of the script.
-            seen: the folder of the ranks' records.
+            record_folder: the folder of the ranks' records.
             say: is told what it waits for.
             budget: what the ranks may take.
             sandbox: the copy of the current folder in which they run.
@@ -75,7 +76,7 @@ class Workspace:
         options["probes"] = [sandbox, *options.get("probes", ())]
         options["cwd"] = str(sandbox.name(Path.cwd()))
         options["within"] = self.folder
-        run = watch(run, flags, seen, say, budget, env=env, **options)
+        run = watch(run, flags, record_folder, say, budget, env=env, **options)
         sandbox.require_kept(fix)
         came_to_end = all(run.records) and not any(
             rank.status for rank in run.ranks)

@@ -159,17 +159,17 @@ def length(tensors: Mapping[str, torch.Tensor]) -> float:
     return float(squares ** 0.5)
 
 
-def relative_error(mine: Mapping[str, torch.Tensor],
-                   good: Mapping[str, torch.Tensor]) -> float:
+def relative_error(actual: Mapping[str, torch.Tensor],
+                   expected: Mapping[str, torch.Tensor]) -> float:
     """Return the relative error of tensors by name, as one vector.
 
-    Only the names in `good` count. It is nan where only one of them is.
+    Only the names in `expected` count. It is nan where only one of them is.
     """
     missing = torch.zeros(())
     squares = sum(
-        difference(mine.get(name, missing), tensor).square().sum().item()
-        for name, tensor in good.items())
-    return float(squares ** 0.5) / max(length(good), 1e-30)
+        difference(actual.get(name, missing), tensor).square().sum().item()
+        for name, tensor in expected.items())
+    return float(squares ** 0.5) / max(length(expected), 1e-30)
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -288,7 +288,7 @@ class Experiment:
         program, folder = self.program, self.workspace.folder
         size, kind = planned.size, planned.kind
         stand_in = "-gpus" if planned.gpus else ""
-        seen = folder / f"{size}-{kind}{stand_in}"
+        record_folder = folder / f"{size}-{kind}{stand_in}"
         name = f"{folder.name[-8:]}-{size}{stand_in}"  # always new
         if kind == "resumed":
             name += "-saved"  # it goes on there
@@ -305,13 +305,15 @@ class Experiment:
         hidden = {} if self.device == "gpu" else ON_CPU
         run = self.workspace.run(
             RunRecord(script), program.with_size(size, name, planned.flags),
-            seen, self.say, Budget(SECONDS, idle=IDLE, patience=self.patience),
+            record_folder, self.say,
+            Budget(SECONDS, idle=IDLE, patience=self.patience),
             sandbox=copy, fix=FIX,
             env=TORCHRUN | scratch.quiet_environment(temporary, hidden),
             world_size=size, module=program.module,
             place=str(cwd) if program.module else None,
             probes=training.probes(
-                seen, size, planned.steps, kind, planned.gpus, self.device,
+                record_folder, size, planned.steps, kind, planned.gpus,
+                self.device,
                 outputs),
             nodes=2 if kind == "nodes" else 1,
             preload=self.preload, hashes=int(kind == "hashes"))

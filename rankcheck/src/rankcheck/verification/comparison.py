@@ -243,14 +243,15 @@ def compare_batches(case: Comparison) -> BatchComparison:
     if not any(single) or not any(multi):
         return BatchComparison(None, reason="no samples were seen, so "
                                "ranks may all read the same")
-    if all(mine == good for mine, good in zip(multi, single, strict=False)):
+    if all(read == expected
+           for read, expected in zip(multi, single, strict=False)):
         return BatchComparison(1)
     first = set.union(*single[:case.size])
     if (multi[0] == first and single[0] != first
             and len(single) >= case.size):
         return BatchComparison(case.size)
-    same = next(i for i, (mine, good) in enumerate(zip(
-        multi, single, strict=False)) if mine != good)
+    same = next(i for i, (read, expected) in enumerate(zip(
+        multi, single, strict=False)) if read != expected)
     reason = ("the samples are not those of the single-process run (others, "
               "or the same padded or computed differently)")
     one = case.single_process_run.record_of(0)
@@ -299,17 +300,17 @@ def find_skips(run: RunRecord) -> list[Finding]:
             for rank, record in enumerate(run.records) if record}
     ended = {rank for rank in each if run.asked("left", rank)}
     first = min(each, default=0)
-    for rank, mine in each.items():
-        if len(mine) != len(each[first]) and {rank, first} <= ended:
+    for rank, decided in each.items():
+        if len(decided) != len(each[first]) and {rank, first} <= ended:
             continue
-        for at, pair in enumerate(zip(each[first], mine, strict=False)):
+        for at, pair in enumerate(zip(each[first], decided, strict=False)):
             first_makes, rank_makes = (words == "makes" for words in pair)
             if first_makes == rank_makes:
                 continue
             who, other, reason = first, rank, pair[0]
             if first_makes:
                 who, other, reason = rank, first, pair[1]
-            step = mine[:at].count("makes")
+            step = decided[:at].count("makes")
             return [fail(
                 f"rank {who} skips a step before its step {step} "
                 f"({reason}), rank {other} does not",
@@ -335,7 +336,7 @@ def find_hand_sharded(single_run: RunRecord, multi_run: RunRecord,
     ended: a failure of the ranks, perhaps before an optimizer that no rank
     came to.
     """
-    good = all_shapes(single_run.record_of(0))
+    expected = all_shapes(single_run.record_of(0))
     known: set[str] = set()
     for record in multi_run.all_records:
         known |= record.shapes.keys()
@@ -343,7 +344,7 @@ def find_hand_sharded(single_run: RunRecord, multi_run: RunRecord,
         known |= single_run.record_of(0).shapes.keys()
     known -= find_extra(single_run, multi_run)
     hand_sharded = {name for record in multi_run.all_records for name in known
-             if all_shapes(record).get(name) != good.get(name)}
+             if all_shapes(record).get(name) != expected.get(name)}
     kinds = []  # of tensors that show which parameters have other numbers
     if hand_sharded:
         kinds = ["before"]
@@ -370,12 +371,12 @@ def find_extra(single_run: RunRecord, multi_run: RunRecord) -> set[str]:
     with the same values in them: else they may be parts of those.
     """
     shapes = [all_shapes(record) for record in multi_run.all_records]
-    good = all_shapes(single_run.record_of(0))
+    expected = all_shapes(single_run.record_of(0))
     if any(own.get(name) != shape for own in shapes
-           for name, shape in good.items()):
+           for name, shape in expected.items()):
         return set()
     extra = {name for name in set.intersection(*map(set, shapes))
-             if name not in good
+             if name not in expected
              and len({own[name] for own in shapes}) == 1}
     firsts = zip(*(record.steps[:1] for record in multi_run.all_records),
                  strict=True)
@@ -428,12 +429,12 @@ class SharedGradients(NamedTuple):
     """The gradients that the ranks and several others all have.
 
     Attributes:
-        mine: of the ranks together, in one vector; None if there are none.
+        applied: of all ranks, in one vector; None if there are none.
         each: of each of the others, likewise; [] if there are none.
         keys: the names of the parameters, with their number of elements.
     """
 
-    mine: torch.Tensor | None
+    applied: torch.Tensor | None
     each: list[torch.Tensor]
     keys: dict[str, int]
 
@@ -445,14 +446,14 @@ def gradients_of(records: Sequence[StepRecord],
 
     what: of the latter: "gradients", "local", "sums" or "weighed".
     """
-    mine = put_together(records, "gradients")
+    whole = put_together(records, "gradients")
     each = [put_together([record], what).tensors for record in single_steps]
-    keys = {key: tensor.numel() for key, tensor in mine.tensors.items()
+    keys = {key: tensor.numel() for key, tensor in whole.tensors.items()
             if all(key in one and tensor.shape == one[key].shape
                    for one in each)}
-    if mine.unequal or not keys:
+    if whole.unequal or not keys:
         return SharedGradients(None, [], keys)
-    return SharedGradients(flat(mine.tensors, keys),
+    return SharedGradients(flat(whole.tensors, keys),
                            [flat(one, keys) for one in each], keys)
 
 
@@ -462,10 +463,10 @@ def flat(tensors: Mapping[str, torch.Tensor], keys: Iterable[str]
     return torch.cat([tensors[key].flatten() for key in keys])
 
 
-def off(value: torch.Tensor, good: torch.Tensor) -> float:
+def off(value: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the error of a vector, relative to the length of another."""
     error: float = (
-        (value - good).norm() / good.norm().clamp(min=1e-30)).item()
+        (value - expected).norm() / expected.norm().clamp(min=1e-30)).item()
     return error
 
 

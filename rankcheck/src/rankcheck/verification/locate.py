@@ -131,16 +131,16 @@ def compare_outputs(ranks: Sequence[RankRecord], single: RankRecord,
     for record in (*ranks, single):
         if record.outputs_error:
             return OutputComparison((), error=record.outputs_error)
-    good, kinds = read(single.outputs)
+    expected, kinds = read(single.outputs)
     each = [read(record.outputs).sketches for record in ranks]
     agreeing: list[ModuleOutput] = []
     unsure, last = False, None
-    for output in good:
+    for output in expected:
         if holds_part(output, hand_sharded):
             continue
         errors: dict[int, float] = {}  # of the ranks that have it
         for rank, sketches in enumerate(each):
-            error = error_of(sketches.get(output), good[output], axis)
+            error = error_of(sketches.get(output), expected[output], axis)
             if error is not None:
                 errors[rank] = error
         if not errors:
@@ -155,7 +155,7 @@ def compare_outputs(ranks: Sequence[RankRecord], single: RankRecord,
             unsure = True
         agreeing.append(output)
     return OutputComparison(tuple(agreeing), kinds=kinds, unsure=unsure,
-                            whole=last is not None and last == [*good][-1])
+                            whole=last is not None and last == [*expected][-1])
 
 
 def holds_part(output: ModuleOutput, hand_sharded: frozenset[str]) -> bool:
@@ -165,23 +165,23 @@ def holds_part(output: ModuleOutput, hand_sharded: frozenset[str]) -> bool:
     return output.name in owners
 
 
-def error_of(mine: Sketches | None, good: Sketches, axis: Axis
+def error_of(actual: Sketches | None, expected: Sketches, axis: Axis
              ) -> float | None:
     """Return how far off an output is for the samples of both.
 
     As the view shows it in which that is least; None if both have no samples,
     or none of which both have a part alike.
     """
-    mine = mine or {}
+    actual = actual or {}
     errors = []
-    for view, values in good.items():
-        theirs = mine.get(view, {})
-        both = [sample for sample in values if sample in theirs]
+    for view, values in expected.items():
+        recorded = actual.get(view, {})
+        both = [sample for sample in values if sample in recorded]
         if view.axis == axis and both:
-            errors.append(distance([theirs[sample] for sample in both],
+            errors.append(distance([recorded[sample] for sample in both],
                                    [values[sample] for sample in both]))
-    for view, values in good.items():
-        passes = [*mine.get(view, {}).values()]
+    for view, values in expected.items():
+        passes = [*actual.get(view, {}).values()]
         if errors and view.axis == "whole" and passes:
             # what is the same in each pass is no matter of the samples
             first, *others = values.values()
@@ -190,13 +190,14 @@ def error_of(mine: Sketches | None, good: Sketches, axis: Axis
     return min(errors, default=None)
 
 
-def distance(mine: list[torch.Tensor], good: list[torch.Tensor]) -> float:
+def distance(actual: list[torch.Tensor],
+             expected: list[torch.Tensor]) -> float:
     """Return the largest difference of sketches, relative to their lengths.
     """
-    ours, known = torch.stack(mine), torch.stack(good)
-    same = (known == ours) | (known.isnan() & ours.isnan())
+    found, known = torch.stack(actual), torch.stack(expected)
+    same = (known == found) | (known.isnan() & found.isnan())
     scale = known[:, 0].square().mean().sqrt().clamp(min=1e-30)
-    largest = torch.where(same, 0.0, (ours - known).abs()).max()
+    largest = torch.where(same, 0.0, (found - known).abs()).max()
     relative: float = (largest / scale).nan_to_num(torch.inf).item()
     return relative
 
