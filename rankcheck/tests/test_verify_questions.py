@@ -950,7 +950,7 @@ def read_rows(use):
     model.register_forward_pre_hook(
         lambda *given: Modules.on_root(probe, *given))
     use(model, torch.randn(4, 3), torch.randn(4, 1))
-    return [rows for rows, _ in log.now.pending]
+    return [rows for rows, _ in log.notes.pending]
 
 
 def test_samples_within_a_transform():
@@ -983,7 +983,7 @@ def test_targets_within_a_transform(monkeypatch):
         return functional.cross_entropy((x @ weights)[None], y[None])
 
     vmap(grad(loss), (None, 0, 0))(torch.ones(3, 3), x, y)
-    assert log.now.targets == 3
+    assert log.notes.targets == 3
 
 
 def test_what_tells_a_stage_of_its_shapes_is_no_sample():
@@ -993,9 +993,9 @@ def test_what_tells_a_stage_of_its_shapes_is_no_sample():
     probe.log, _ = recorder()
     probe.record = probe.log.record
     for x in torch.empty(4, 3), received:
-        probe.log.now.received = [received]
+        probe.log.notes.received = [received]
         probe.on_root(model, x)
-    assert not probe.log.now.pending
+    assert not probe.log.notes.pending
 
 
 def test_a_gradient_that_the_scripts_hook_has_used_up():
@@ -1064,7 +1064,7 @@ def test_what_is_reduced_before_backward_is_no_gradient(shown):
     weight.grad = torch.ones(2)
     log.parameters[id(weight)] = weight
     log.sums = {id(weight): weight.grad} if shown else {}
-    log.now.unclipped[id(weight)] = weight.grad  # only then
+    log.notes.unclipped[id(weight)] = weight.grad  # only then
     rows.on_gradients(torch.optim.SGD([weight]))
     record, = log.record.steps
     assert (record["reduced"], record["late"]) == (0 if shown else 5, 0)
@@ -1093,7 +1093,7 @@ def test_what_is_clipped_is_kept_as_it_was(monkeypatch):
     weight.grad = torch.full((1,), 4.0)
     torch.nn.utils.clip_grad_value_(iter([weight]), 2.0)
     torch.nn.utils.clip_grad_value_(weight, 1.0)
-    assert (log.now.unclipped[id(weight)], weight.grad) == (4, 1)
+    assert (log.notes.unclipped[id(weight)], weight.grad) == (4, 1)
 
 
 @pytest.mark.parametrize("change", [

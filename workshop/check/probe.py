@@ -171,7 +171,7 @@ class Course:
                 self.inferring = False
 
     def on_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        if not self.log.here:
+        if not self.log.is_own_process:
             return
         if self.model is None and is_gpt(module):
             self.model, self.log.begun = module, True

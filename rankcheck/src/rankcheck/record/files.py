@@ -32,7 +32,7 @@ def opened(log: Log, without: Sequence[str] = ()) -> None:
     def wrote(path: str) -> None:
         if log.step:
             log.record.results.append(path)
-        if log.here and path not in log.record.written:
+        if log.is_own_process and path not in log.record.written:
             log.record.written[path] = opener(log.script)
 
     def on_event(event: str, args: tuple[Any, ...]) -> None:

@@ -94,11 +94,11 @@ class Log:
         self.modules: dict[int, torch.nn.Module] = {}
         self.drawn: Counter[int] = Counter()  # indices, of samplers
         # Whether set_epoch came before the sampler's start
-        self.told: dict[DistributedSampler[Any], bool] = {}
+        self.has_set_epoch: dict[DistributedSampler[Any], bool] = {}
         # Of the step to come: what is recorded, and what else is known of
         # it. In verify a `Row` and `Notes`; the check has classes of its own
         self.row: Any = SimpleNamespace()
-        self.now: Any = self.row
+        self.notes: Any = self.row
         self.listeners: defaultdict[str, list[Callable[..., object]]] = (
             defaultdict(list))
         self.lines = self.open_file("jsonl")
@@ -125,13 +125,15 @@ class Log:
         self.record.asked.append((what, value))
 
     @property
-    def here(self) -> bool:
+    def is_own_process(self) -> bool:
         """Whether this is the rank's own process, and no worker of it."""
         return os.getpid() == self.owner
 
     def say(self, **event: Any) -> None:
         """Write a line of the record that lasts."""
-        if self.lines is None or self.counter is None or not self.here:
+        if self.lines is None or self.counter is None:
+            return
+        if not self.is_own_process:
             return
         os.write(self.lines, json.dumps(event).encode() + b"\n")
         if "call" not in event:

@@ -147,7 +147,7 @@ class Rows:
     def begin_step(self) -> None:
         """Forget what led to the last step."""
         self.log.sums, self.log.weighed = {}, {}
-        self.log.row, self.log.now = Row(), Notes()
+        self.log.row, self.log.notes = Row(), Notes()
 
     def on_zeroed(self, weights: list[torch.Tensor]) -> None:
         """Put aside what led to gradients that are thrown away.
@@ -165,10 +165,10 @@ class Rows:
                 for values in log.sums, log.weighed, log.local:
                     values.pop(key, None)
             return
-        pending = log.now.pending  # forward passes whose backward comes yet
+        pending = log.notes.pending  # forward passes whose backward comes yet
         self.put_aside.append(PutAside(log.row, log.sums, log.weighed))
         self.begin_step()
-        log.now.pending = pending
+        log.notes.pending = pending
 
     def take_back(self) -> None:
         """Decide whether what was put aside led to this step.
@@ -190,21 +190,21 @@ class Rows:
                    group: Group | None = None) -> None:
         """Note what a collective says of the step to come."""
         row: Row = self.log.row
-        now: Notes = self.log.now
+        notes: Notes = self.log.notes
         self.record.low |= any(map(is_low, tensors))  # mixed, or compressed
-        row.mixed |= "gather" in name and bool(now.pending)
+        row.mixed |= "gather" in name and bool(notes.pending)
         if name.startswith("recv"):
-            now.received += tensors  # kept: so is where they are
+            notes.received += tensors  # kept: so is where they are
         share = self.find_share(group)
         if "reduce" not in name or not share:
             return
         reduction = Reduction(
             sum(tensor.numel() for tensor in tensors) * share,
-            sum(map(count_bytes, tensors)), bool(now.unclipped))
+            sum(map(count_bytes, tensors)), bool(notes.unclipped))
         if self.recorded or any(map(self.carries_gradient, tensors)):
             self.count(reduction)
         elif not self.log.sums:  # before backward(), if there is one
-            now.early.append(reduction)
+            notes.early.append(reduction)
 
     def find_share(self, group: Group | None) -> float:
         """Return which part of a reduction over all ranks a group's is.
@@ -270,12 +270,12 @@ class Rows:
         if not (log.sums and all(
                 key in log.sums for key, weight in log.parameters.items()
                 if weight.grad is not None)):  # it may have been one's
-            for reduction in log.now.early:
+            for reduction in log.notes.early:
                 self.count(reduction)
         if not log.row.counts:  # no loss.backward(), but autograd.grad()
             take_pending(log)
-        if log.told and not self.made:  # others are of a validation
-            log.asked("epoch", any(log.told.values()))
+        if log.has_set_epoch and not self.made:  # others are of a validation
+            log.asked("epoch", any(log.has_set_epoch.values()))
         number, _ = self.optimizers.setdefault(
             id(optimizer), (len(self.optimizers), optimizer))
         if self.made[number] == self.steps:
@@ -344,7 +344,7 @@ class Rows:
         gradients: dict[int, torch.Tensor | None] = {
             id(weight): thin(weight.grad) / scale
             for weight in weights.values() if weight.grad is not None}
-        gradients |= log.now.unclipped
+        gradients |= log.notes.unclipped
         record: dict[str, Any] = vars(log.row) | {
             "optimizer": number,
             "rates": [float(group["lr"]) for group in optimizer.param_groups
@@ -483,7 +483,7 @@ def random_states() -> dict[str, str]:
 
 def take_pending(log: Log) -> None:
     """Note what the modules were given as the samples of this step."""
-    for rows, columns in log.now.pending:
+    for rows, columns in log.notes.pending:
         log.row.rows += rows
         log.row.columns += columns
-    log.now.pending = []
+    log.notes.pending = []

@@ -37,13 +37,13 @@ def clipping(log: Log) -> None:
     def clip(clip: Callable[..., Any],
              parameters: torch.Tensor | Iterable[torch.Tensor],
              *args: Any, **kwargs: Any) -> Any:
-        if log.now.scaled:
+        if log.notes.scaled:
             log.asked("clipped", "scaled")
         weights = ([parameters] if isinstance(parameters, torch.Tensor)
                    else [*parameters])  # what a generator gives only once
         for weight in weights:
-            if id(weight) not in log.now.unclipped:
-                log.now.unclipped[id(weight)] = thin(weight.grad)
+            if id(weight) not in log.notes.unclipped:
+                log.notes.unclipped[id(weight)] = thin(weight.grad)
         return clip(weights, *args, **kwargs)
 
     for name in names:
@@ -61,7 +61,7 @@ def scaler(log: Log) -> None:
 
     @replace(torch.amp.GradScaler, "scale")
     def scale(scale: Callable[..., Any], scaler: Any, *args: Any) -> Any:
-        log.now.scaled = scaler._wanted
+        log.notes.scaled = scaler._wanted
         scaled = scale(scaler, *args)
         if scaler.is_enabled() and isinstance(scaled, torch.Tensor):
             scaled.visible_scale = scaler.get_scale()  # type: ignore[attr-defined]  # ours
@@ -80,7 +80,7 @@ def scaler(log: Log) -> None:
     @replace(torch.amp.GradScaler, "unscale_")
     def unscale(unscale: Callable[..., None], scaler: torch.amp.GradScaler,
                 *args: Any) -> None:
-        log.now.scaled = False
+        log.notes.scaled = False
         return unscale(scaler, *args)
 
 
@@ -177,7 +177,7 @@ def targets(log: Log) -> None:
             # within vmap, those of one sample stand for those of all
             with torch._C._DisableFuncTorch():
                 counted_targets = unwrap(target) != ignored
-                log.now.targets += counted_targets.sum().item()
+                log.notes.targets += counted_targets.sum().item()
         return function(*args, **kwargs)
 
 
@@ -193,7 +193,7 @@ def samplers(log: Log) -> None:
                 repr([*dataset.indices]).encode()).hexdigest()
         log.asked("sampler", (sampler.num_replicas, sampler.seed, subset))
         if sampler.shuffle:
-            log.told[sampler] = hasattr(sampler, "_was_told")
+            log.has_set_epoch[sampler] = hasattr(sampler, "_was_told")
             if sampler.__dict__.pop("_is_told", False):
                 log.asked("epochs", (id(sampler), sampler.epoch))
         return counted(log, sampler, begin(sampler))

@@ -138,21 +138,22 @@ class Modules:
         def backward(backward: Callable[..., None], loss: torch.Tensor,
                      *args: Any, **kwargs: Any) -> None:
             row: Row = log.row
-            now: Notes = log.now
+            notes: Notes = log.notes
             log.scale = getattr(loss, "visible_scale", 1.0) or 1.0
             if loss.numel() == 1:
                 row.losses.append(loss.item() / log.scale)
-            self.count = now.targets or sum(
-                len(rows) for rows, _ in now.pending) or 1
+            self.count = notes.targets or sum(
+                len(rows) for rows, _ in notes.pending) or 1
             row.counts.append(self.count)
-            row.targets |= now.targets > 0
-            now.targets = 0
+            row.targets |= notes.targets > 0
+            notes.targets = 0
             take_pending(log)
             return backward(loss, *args, **kwargs)
 
     def trains(self, module: nn.Module) -> bool:
         """Whether a call of this module leads to a step."""
-        return (self.log.here and torch.is_grad_enabled() and module.training
+        return (self.log.is_own_process and torch.is_grad_enabled()
+                and module.training
                 and torch._C._current_graph_task_id() == -1
                 and any(one.requires_grad for one in module.parameters()))
 
@@ -244,12 +245,12 @@ class Modules:
         of all tensors as long as the first, as far as they are data; or their
         columns, where the batch is the second dimension.
         """
-        now: Notes = self.log.now
+        notes: Notes = self.log.notes
         self.record.low |= any(
             is_low(weight) or torch.is_autocast_enabled(weight.device.type)
             for weight in module.parameters())
-        now.stream = now.stream or id(module)
-        received = set(map(storage, now.received))
+        notes.stream = notes.stream or id(module)
+        received = set(map(storage, notes.received))
         with torch._C._DisableFuncTorch():
             given = [one for one in map(unwrap, tree_leaves(arguments))
                      if isinstance(one, torch.Tensor) and one.dim()
@@ -258,11 +259,11 @@ class Modules:
             tensors = [getattr(one, "_local_tensor", one).detach().cpu()
                        for one in given if storage(one) not in received]
             hashes: Hashes | None = None
-            if given and not tensors and now.stream == id(module):
-                now.pending = []  # by a pipeline's stage, to learn of shapes
-            elif tensors and now.stream == id(module):
+            if given and not tensors and notes.stream == id(module):
+                notes.pending = []  # by a pipeline's stage, to learn of shapes
+            elif tensors and notes.stream == id(module):
                 hashes = [hash_each(tensors, axis) for axis in (0, 1)]
-                now.pending.append(hashes)
+                notes.pending.append(hashes)
         self.log.tell("root", module, hashes)
 
     def find_copies(self) -> None:

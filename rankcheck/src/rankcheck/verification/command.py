@@ -224,17 +224,18 @@ def examine(words: list[str], size: int, steps: int,
         out.say(text)
         experiment = Experiment(program, size, device, patience, workspace,
                                 preload, out.say)
-        made = runs.Runs(experiment.start, size, steps, device, resume_flags)
-        verification = questions.verify(made)
+        script_runs = runs.Runs(experiment.start, size, steps, device,
+                                resume_flags)
+        verification = questions.verify(script_runs)
         findings = verification.findings
         if changed := workspace.files.changed():
             findings.append(warn(changed, sandbox.BY_WHOM,
                                  kind="changed-files"))
     for finding in findings:
         out.report(finding=[finding.verdict, finding.text, finding.fix_text])
-    if made.waited:
-        made.waited.findings = findings
-        raise made.waited
+    if script_runs.idle_error:
+        script_runs.idle_error.findings = findings
+        raise script_runs.idle_error
     uncompared = () if allow_uncompared else tuple(verification.uncompared)
     return Report(program.script, tuple(findings),
                   tuple(verification.not_checked), uncompared,

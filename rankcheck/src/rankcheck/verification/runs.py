@@ -32,12 +32,12 @@ class RunKind:
     """A run that the questions may ask for.
 
     Attributes:
-        several: whether it is of several processes.
-        words: how a sentence about its end begins.
+        is_multi_process: whether it is of several processes.
+        prefix: how a sentence about its end begins.
     """
 
-    several: bool
-    words: str = ""
+    is_multi_process: bool
+    prefix: str = ""
 
 
 RUNS = {
@@ -96,7 +96,7 @@ class Runs:
         device: "gpu" where there are GPUs, else "cpu".
         gpus: whether a CPU stands in for GPUs in the next run.
         resume_flags: those that resume a run, if that is asked for, or None.
-        waited: the error of a run without which the others were compared, or
+        idle_error: that of a run without which the others were compared, or
             None.
     """
 
@@ -107,8 +107,8 @@ class Runs:
         self.start, self.size, self.steps = start, size, steps
         self.device, self.resume_flags = device, resume_flags
         self.gpus = False
-        self.made: dict[tuple[str, bool], RunOutcome] = {}
-        self.waited: NotCompared | None = None
+        self.outcomes: dict[tuple[str, bool], RunOutcome] = {}
+        self.idle_error: NotCompared | None = None
 
     def __call__(self, name: str, flags: Sequence[str] | None = None,
                  fewer: int = 0) -> RunOutcome:
@@ -124,9 +124,9 @@ class Runs:
                 which nothing is compared.
         """
         kind, key = RUNS[name], (name, self.gpus)
-        if key in self.made:
-            return self.made[key]
-        size = self.size if kind.several else 1
+        if key in self.outcomes:
+            return self.outcomes[key]
+        size = self.size if kind.is_multi_process else 1
         steps = self.steps
         if name == "frozen":
             steps *= self.size
@@ -136,14 +136,14 @@ class Runs:
         try:
             run = self.start(planned)
             outcome = RunOutcome(
-                run, how_it_ends(run, kind.words.format(size=size)))
+                run, how_it_ends(run, kind.prefix.format(size=size)))
         except NotCompared as error:
-            if is_compared and (name, False) not in self.made:
+            if is_compared and (name, False) not in self.outcomes:
                 raise  # nothing is compared without it
-            self.waited = error
+            self.idle_error = error
             outcome = RunOutcome(RunRecord(Path(), gave_up="waits"),
                                  warn(str(error), "", kind="idle"))
-        self.made[key] = outcome
+        self.outcomes[key] = outcome
         return outcome
 
     def of_first(self, name: str) -> RunOutcome:

@@ -101,7 +101,7 @@ def describe_error(rank: Rank) -> str:
             words += ", according to the launcher"
     for row in ended.get("then", ()):
         followed = ErrorThatFollowed(*row)
-        words += f"; then {followed.words}"
+        words += f"; then {followed.text}"
         if followed.stack:  # one that a group holds may never be raised
             words += f", in {rank.find_place(followed.stack)}"
     return words

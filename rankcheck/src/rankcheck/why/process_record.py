@@ -92,7 +92,7 @@ class ErrorThatFollowed(NamedTuple):
     """An error that was raised while another was being handled."""
 
     stack: Stack
-    words: str
+    text: str
 
 
 class Ended(TypedDict, total=False):
