@@ -122,7 +122,8 @@ class CpuActivity:
     eager: int
 
 
-def measure_activity(servers: set[int], others: set[int]) -> CpuActivity | None:
+def measure_activity(servers: set[int],
+                     others: set[int]) -> CpuActivity | None:
     """Return what the processes of some sessions are doing.
 
     Args:
