@@ -382,8 +382,9 @@ def test_records_of_the_formats_before_can_be_read(version, tmp_path):
     record = {
         "format": f"rankcheck {version}", "rank": 0, "host": "node1", "pid": 7,
         "began": 0.0, "written": 30.0, "ended": None, "answers": True,
-        "calls": [{"group": [0, 1], "name": "0"}], "still": 21.0,
-        "stays": 20.0, "over": True, "looks": [[40, [["x.py", 1, "main"]]]]}
+        "calls": [{"group": [0, 1], "name": "0", "number": 1, "p2p": False}],
+        "still": 21.0, "stays": 20.0, "over": True,
+        "looks": [[40, [["x.py", 1, "main"]]]]}
     (tmp_path / "node1-7.json").write_text(json.dumps(record))
     found, = evidence.read(tmp_path)
     assert found["calls"][0]["group"] == [0, 1]
