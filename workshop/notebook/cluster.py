@@ -217,7 +217,7 @@ def why_job():
     """Ask why my newest job hangs or has ended."""
     require_cluster()
     output.run_and_show("-m", "workshop", "why", newest_job().number,
-                       view=planted_fault.reason)
+                        view=planted_fault.reason)
 
 
 @output.in_one_line

@@ -45,7 +45,7 @@ def explain(run: RunRecord) -> Finding | None:
                     kind="endless-training")
     if run.gave_up == "busy":
         done = run.first_step + min(map(run.count_steps,
-                                          range(len(run.ranks))))
+                                        range(len(run.ranks))))
         return fail([f"step {done} is never reached, but the script runs: ",
                      *where(run, 0)], numbers={"step": done},
                     kind="no-progress")

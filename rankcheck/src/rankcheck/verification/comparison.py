@@ -235,9 +235,9 @@ class BatchComparison:
 def compare_batches(case: Comparison) -> BatchComparison:
     """Compare the samples of each step of the first optimizer."""
     single = [set(record["samples"]) for record in case.single_steps
-             if record["optimizer"] == 0]
+              if record["optimizer"] == 0]
     multi = [set(rows(records)) for records in case.steps
-                if records[0]["optimizer"] == 0]
+             if records[0]["optimizer"] == 0]
     if not case.single_process_run:
         return BatchComparison(None, reason="it does not train with 1 process")
     if not any(single) or not any(multi):
@@ -344,7 +344,7 @@ def find_hand_sharded(single_run: RunRecord, multi_run: RunRecord,
         known |= single_run.record_of(0).shapes.keys()
     known -= find_extra(single_run, multi_run)
     hand_sharded = {name for record in multi_run.all_records for name in known
-             if all_shapes(record).get(name) != expected.get(name)}
+                    if all_shapes(record).get(name) != expected.get(name)}
     kinds = []  # of tensors that show which parameters have other numbers
     if hand_sharded:
         kinds = ["before"]

@@ -126,7 +126,7 @@ def compare_outputs(ranks: Sequence[RankRecord], single: RankRecord,
         axis: whichever are the samples.
         hand_sharded: parameters: what their modules put out may be a
             part of a sum.
-        loosely: how much larger an error may be.
+        tolerance_factor: how much larger an error may be.
     """
     for record in (*ranks, single):
         if record.outputs_error:

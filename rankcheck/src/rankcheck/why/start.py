@@ -243,7 +243,7 @@ def run(command: Sequence[str],
 
     Args:
         command: what to start.
-        start_watcher: called before, with the folder and the variables that
+        start_monitor: called before, with the folder and the variables that
             this process was given.
     """
     given = without_ours(os.environ)

@@ -157,7 +157,7 @@ def run(folder: Path, by: str) -> None:
 
 
 def begin(folder: Path) -> Watcher | None:
-    """Make the `Witness`; None where nobody can write to the folder."""
+    """Make the `Watcher`; None where nobody can write to the folder."""
     global the_watcher
     watcher = None
     try:
