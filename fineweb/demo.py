@@ -92,7 +92,7 @@ def main():
     documents = list(dict.fromkeys(texts))
     require(len(documents) >= 10, f"too little text: {len(documents)} "
             f"documents of about {DOCUMENT} characters, but two splits need "
-            "at least 10: add more text")
+            "at least 10; fix: add more text")
     random.Random(SEED).shuffle(documents)
     n_val = len(documents) // 10
     train, val = documents[n_val:], documents[:n_val]
@@ -105,11 +105,12 @@ def is_there(out, source):
     found = manifest.read(out)
     if found is None:
         require(not out.exists() or (out.is_dir() and not any(out.iterdir())),
-                f"{out} exists and is not a dataset: choose another --out")
+                f"{out} exists and is not a dataset; fix: choose another "
+                "--out")
         return False
     other = manifest.difference(found, "demo", source)
-    require(not other, f"{out} holds another dataset ({other}): choose "
-            "another --out, or delete the folder first")
+    require(not other, f"{out} holds another dataset ({other}); fix: "
+            "choose another --out, or delete the folder first")
     return True
 
 
@@ -137,7 +138,7 @@ def require_sums(found, folder):
     sums[dataset.TOKENS] = found["vocabulary"]["sha256"]
     for name, checksum in sums.items():
         require(manifest.checksum(folder / name) == checksum,
-                f"{name} is damaged")
+                f"{name} is corrupt")
 
 
 def read_library():
@@ -217,9 +218,9 @@ def read_files(sources):
         try:
             text = path.read_text("utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}: byte {error.start:,} is not UTF-8: "
-                            "convert the file, or leave it out") from error
-        require("\0" not in text, f"{path} is not text: leave it out")
+            raise UserError(f"{path}: byte {error.start:,} is not UTF-8; "
+                            "fix: convert it, or leave it out") from error
+        require("\0" not in text, f"{path} is not text; fix: leave it out")
         yield text
 
 

@@ -47,12 +47,12 @@ def list_files(dataset, subset, pattern):
     else:
         revision, found = list_hub(dataset, subset, pattern)
     require(found, f"{dataset} has no files {subset + '/' if subset else ''}"
-            f"{pattern}: see --subset and --files")
+            f"{pattern}; fix: check --subset and --files")
     files = [{"file": name, "bytes": size} for name, size in sorted(found)]
     for name in (entry["file"] for entry in files):
         require(Path(name).suffix.lower() in TEXT | {".parquet"},
-                f"{name} is neither Parquet nor text: choose others with "
-                "--files")
+                f"{name} is neither Parquet nor text; fix: choose other "
+                "files with --files")
     return revision, files
 
 
@@ -82,8 +82,8 @@ def list_hub(dataset, subset, pattern):
         found = [(item.path, item.size) for item in tree
                  if hasattr(item, "size")]  # a folder has none
     except hub.errors.EntryNotFoundError as error:
-        raise UserError(f"{dataset} has no folder {subset} on the hub: "
-                        "see --subset") from error
+        raise UserError(f"{dataset} has no folder {subset} on the hub; "
+                        "fix: check --subset") from error
     except Exception as error:
         raise UserError(explain(dataset, error)) from error
     start = len(subset) + 1 if subset else 0
@@ -106,7 +106,8 @@ def import_hub():
         import huggingface_hub
         import huggingface_hub.errors
     except ImportError as error:
-        raise UserError(f"the hub's client is missing: {NEEDS}") from error
+        raise UserError(
+            f"the hub's client is missing; fix: {NEEDS}") from error
     return huggingface_hub
 
 
@@ -164,10 +165,10 @@ def read_parquet(path, file, row, column):
         import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise UserError(f"pyarrow is missing: {NEEDS}") from error
+        raise UserError(f"pyarrow is missing; fix: {NEEDS}") from error
     # the hub's client would give a link to it anew, not what it leads to
-    damaged = (f"{path.resolve()} is not a Parquet file, or is damaged: put a "
-               "whole one there, or delete it if it was downloaded")
+    damaged = (f"{path.resolve()} is not a Parquet file, or is corrupt; fix: "
+               "replace it, or delete it if it was downloaded")
     try:
         # pre_buffer would keep everything that has been read
         table = parquet.ParquetFile(path, pre_buffer=False,
@@ -175,10 +176,10 @@ def read_parquet(path, file, row, column):
     except arrow.ArrowException as error:
         raise UserError(f"{damaged} ({first_line(error)})") from error
     schema = table.schema_arrow
-    require(column in schema.names, f"{path} has no column {column!r}: its "
-            f"columns are {', '.join(schema.names)}")
+    require(column in schema.names, f"{path} has no column {column!r}; "
+            f"fix: choose one of {', '.join(schema.names)}")
     require(schema.names.count(column) == 1, f"{path} has several columns "
-            f"{column!r}: which one is meant?")
+            f"{column!r}, so it is unknown which one is meant")
     kind = schema.field(column).type
     kinds = "is_string", "is_large_string", "is_string_view"  # pyarrow 16's
     require(any(getattr(arrow.types, name)(kind) for name in kinds
@@ -222,7 +223,7 @@ def read_text(path, file, row):
             texts.append(text.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: byte {start + error.start:,} is not "
-                            "UTF-8: convert the file, or leave it out"
+                            "UTF-8; fix: convert the file, or leave it out"
                             ) from error
         size += len(text)
         at = start + len(text)

@@ -103,8 +103,8 @@ def alone(folder):
     there = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     handle = lock_folder(
-        folder, f"{folder}: another process is making this dataset: wait for "
-        "it, or choose another --out")
+        folder, f"{folder}: another process is making this dataset; fix: "
+        "wait for it, or choose another --out")
     try:
         yield
     finally:
@@ -130,13 +130,13 @@ def begin(flags):
     other = made and manifest.difference(made, flags.name, source)
     if made is None or (other and not made["shards"]):
         require(not any(flags.out.glob("*.npy")), f"{flags.out} holds shards "
-                "from elsewhere: choose another --out")
+                "from elsewhere; fix: choose another --out")
         encoding = find_vocabulary(flags.vocabulary)
         if made is None and (flags.out / dataset.SETTINGS).exists():
             there = dataset.load_vocabulary(flags.out)  # of a killed process?
             require(there._mergeable_ranks == encoding._mergeable_ranks,
-                    f"{flags.out} holds another vocabulary: choose another "
-                    "--out, or name it with --vocabulary")
+                    f"{flags.out} holds another vocabulary; fix: choose "
+                    "another --out, or name it with --vocabulary")
         revision, files = documents.list_files(
             source["dataset"], source["subset"], source["files"])
         save_vocabulary(encoding, flags.out)
@@ -145,15 +145,15 @@ def begin(flags):
             next=dict.fromkeys(NEXT, 0))
         manifest.write(flags.out, made)
         return made
-    require(not other, f"{flags.out} holds another dataset ({other}): choose "
-            "another --out, or delete the folder first")
+    require(not other, f"{flags.out} holds another dataset ({other}); fix: "
+            "choose another --out, or delete the folder first")
     with reading(flags.out / dataset.MANIFEST, dataset.AGAIN):
         require_like(made, {"files": [{"file": str, "bytes": int}]} | (
             {} if made["complete"] else {"next": NEXT}))
     for entry in made["shards"]:
         require((flags.out / entry["file"]).exists(), f"{flags.out}: "
-                f"{entry['file']} is missing: delete the folder and start "
-                "again")
+                f"{entry['file']} is missing; fix: delete the folder and "
+                "start again")
     return made
 
 
@@ -161,13 +161,13 @@ def find_vocabulary(folder):
     """GPT-2's vocabulary, or that of a dataset folder."""
     if folder is not None:
         require((folder / dataset.SETTINGS).exists(), f"{folder} has no "
-                "vocabulary: name a dataset folder that has one")
+                "vocabulary; fix: name a dataset folder that has one")
         return tokenise.check_vocabulary(dataset.load_vocabulary(folder))
     try:
         return tiktoken.get_encoding("gpt2")
     except OSError as error:
-        raise UserError("GPT-2's vocabulary cannot be downloaded: run this "
-                        "once where there is a network") from error
+        raise UserError("GPT-2's vocabulary cannot be downloaded; fix: run "
+                        "this once with a network connection") from error
 
 
 def build(out, made, encoding, stream):
@@ -207,7 +207,7 @@ def build(out, made, encoding, stream):
                 filled = 0
     require(len(made["shards"]) + (filled > 0) > 1, f"{out}: the text has "
             f"{sum(e['tokens'] for e in made['shards']) + filled:,} tokens, "
-            f"too few for shards of {size:,}: try a smaller --shard-size")
+            f"too few for shards of {size:,}; fix: use a smaller --shard-size")
     made["complete"] = True
     finish(None)
 
@@ -231,8 +231,8 @@ def tokenise_all(made, encoding, workers):
         while waiting:
             yield oldest()
     except BrokenProcessPool as error:
-        raise UserError("a worker was killed, perhaps because the memory is "
-                        "full: try fewer --workers; the same command goes on "
+        raise UserError("a worker was killed, perhaps because memory is full; "
+                        "fix: use fewer --workers; the same command continues "
                         "from the last shard") from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -249,8 +249,8 @@ def read_all(made):
     for file, (entry, path) in enumerate(zip(files, paths, strict=True),
                                          start=first):
         require(path.stat().st_size == entry["bytes"], f"{path} has changed "
-                "since the dataset was started: delete the dataset and start "
-                "again")
+                "since the dataset was started; fix: delete the dataset and "
+                "start again")
         yield from documents.read(path, file, row, source["text_column"])
         row = 0
 

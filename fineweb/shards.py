@@ -59,8 +59,8 @@ def new_folder(out):
         folder.rename(out)
     except WriteFailed as error:  # which names what is removed now
         raise UserError(
-            f"{out} could not be made ({error.reason}): make room, or look "
-            "after the disk, and run the same command again") from error
+            f"{out} could not be made ({error.reason}); fix: free some space, "
+            "or check the disk, and run the same command again") from error
     finally:
         with suppress(OSError):  # the next one does it
             remove_marked(mark)
@@ -112,7 +112,8 @@ def write(path, tokens):
         file.write(tokens.data)
 
     write_atomically(
-        path, fill, ": make room and run the same command again")
+        path, fill,
+        "; fix: free some space, and run the same command again")
 
 
 def read(path):

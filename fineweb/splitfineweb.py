@@ -42,9 +42,11 @@ def main():
     given = flags.input
     require(given.exists(), f"{given}: no such shard or folder")
     paths = shards.find(given) if given.is_dir() else [given]
-    require(flags.out or given.is_file(), "name the new folder: --out")
+    require(flags.out or given.is_file(),
+            "the new folder has no name; fix: add --out")
     out = flags.out or given.with_suffix("")
-    require(not out.exists(), f"{out} already exists: choose another --out")
+    require(not out.exists(),
+            f"{out} already exists; fix: choose another --out")
     with shards.new_folder(out) as folder:
         if (paths[0].parent / dataset.SETTINGS).exists():
             save_vocabulary(
@@ -53,7 +55,7 @@ def main():
         for path in shards.progress(paths, unit=" shards"):
             named = re.fullmatch(  # nanoGPT's are train.bin and val.bin
                 r"(?:(.+)_)?(train|val)(?:_\d+)?", path.stem)
-            require(named, f"{path}: rename it: a shard is called "
+            require(named, f"{path} is not named as a shard; fix: rename it "
                     "<name>_train_<number>.npy or <name>_val_<number>.npy")
             name, split = named.groups()
             tokens = shards.read(path)
@@ -61,7 +63,7 @@ def main():
                 shards.refuse_other_tokens(
                     path, tokens, dataset.vocabulary_size(path.parent))
             require(0 < flags.parts <= len(tokens), f"{path} has "
-                    f"{len(tokens):,} tokens: --parts must be from 1 to that")
+                    f"{len(tokens):,} tokens; fix: set --parts from 1 to that")
             for part in np.array_split(tokens, flags.parts):
                 target = shards.file_name(
                     name or "nanogpt", split, number[split])

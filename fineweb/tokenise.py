@@ -59,11 +59,11 @@ class Encoder:
 def check_vocabulary(encoding):
     """Return `encoding` if an `Encoder` can replace it, else an error."""
     require(encoding._pat_str in GPT2_SPLITS, f"the vocabulary "
-            f"{encoding.name} splits text differently from GPT-2's: choose "
-            "another --vocabulary")
-    require(encoding.n_vocab <= 65536, f"the vocabulary {encoding.name} has "
-            f"{encoding.n_vocab:,} tokens, but ids must be below 65,536: "
+            f"{encoding.name} splits text differently from GPT-2's; fix: "
             "choose another --vocabulary")
+    require(encoding.n_vocab <= 65536, f"the vocabulary {encoding.name} has "
+            f"{encoding.n_vocab:,} tokens, but ids must be below 65,536; "
+            "fix: choose another --vocabulary")
     return encoding
 
 
@@ -112,8 +112,8 @@ def tokenise(batch):
         except UnicodeDecodeError as error:
             raise UserError(f"{batch.path}: one of the rows {batch.row:,} to "
                             f"{batch.row + len(texts):,} is not UTF-8 "
-                            f"({error.reason}): fix the file") from error
+                            f"({error.reason}); fix: correct it") from error
     if None in texts:
         raise UserError(f"{batch.path}: row {batch.row + texts.index(None):,} "
-                        "has no text (null): fix the file")
+                        "has no text (null); fix: remove that row")
     return encoder(texts)

@@ -318,13 +318,13 @@ def test_what_other_machines_write_is_read(tmp_path):
     (write_parquet, ["--text-column", "body"], "no column 'body': its col"),
     (write_parquet, ["--text-column", "score"], "holds double, not text"),
     (write_parquet, ["--files", "*.csv"], "has no files *.csv"),
-    (write_parquet, ["--shard-size", 10**9], "try a smaller --shard-size"),
+    (write_parquet, ["--shard-size", 10**9], "use a smaller --shard-size"),
     (write_parquet, ["--shard-size", 0], "--shard-size must be 1 or more"),
     (write_parquet, ["--name", "a/b"], "--name must consist of letters"),
     (write_parquet, ["--vocabulary", "/nowhere"], "has no vocabulary"),
     (write_parquet, ["--workers", "many"], "--workers"),
-    (broken_footer, [], "damaged: put a whole one there, or delete it if"),
-    (broken_page, [], "is not a Parquet file, or is damaged"),
+    (broken_footer, [], "corrupt; fix: replace it, or delete it if"),
+    (broken_page, [], "is not a Parquet file, or is corrupt"),
     (lambda path, texts: write_parquet(path, [*texts[:20], None]), [],
      "row 20 has no text (null)"),
     (invalid_unicode, [], "is not UTF-8"),
@@ -363,7 +363,7 @@ def test_what_does_not_fit_or_is_missing(corpus, tmp_path, tool):
         "raise ModuleNotFoundError(\"No module named 'pyarrow'\")\n")
     assert refuses(run("fineweb", *flags, env={
         "PYTHONPATH": f"{tmp_path}:{FOLDER.parent}"}),
-                   "pyarrow is missing: source activate.sh fineweb")
+                   "pyarrow is missing; fix: source activate.sh fineweb")
 
 
 # ----------------------------------------------- counting, splitting, reading
@@ -400,7 +400,7 @@ def test_counting_and_verifying(corpus, whole, tmp_path, tool):
     damage(lambda _, copy: save_vocabulary(stages.BYTES, copy),
            "the vocabulary is not the one in the manifest", "--verify")
     damage(lambda path, _: path.write_bytes(path.read_bytes()[:-2]),
-           "is damaged")
+           "is corrupt")
     damage(begin_late, f"tokens {SIZE - 1} instead of the manifest's {SIZE}")
     damage(lambda path, _: path.unlink(), "000002.npy is missing")
     damage(lambda path, _: np.save(path, np.load(path).astype(np.int32)),
@@ -458,11 +458,11 @@ def test_splitting_changes_no_token(whole, tmp_path, tool):
     for args, message in (
             ([tmp_path / "none.npy"], "no such shard"),
             ([shutil.copy(other, tmp_path / "weights.npy")],
-             "a shard is called"),
+             "not named as a shard"),
             ([other], "it holds float64 of shape (3, 4)"),
-            ([shard, "--parts", 0], "--parts must be from 1"),
+            ([shard, "--parts", 0], "set --parts from 1"),
             ([shard, "--out", parts], "already exists"),
-            ([whole], "name the new folder")):
+            ([whole], "the new folder has no name")):
         before = contents(parts)
         assert message in tool("splitfineweb", *args)[1]
         assert contents(parts) == before
@@ -528,7 +528,7 @@ def test_a_bin_that_is_not_gpt2s_tokens(content, says, tmp_path, tool):
     for split in "train", "val":
         (theirs / f"{split}.bin").write_bytes(bytes(content))
     _, error = tool("splitfineweb", theirs, "--parts", 1, "--out", out)
-    assert says in error and "damaged" not in error and "\n" not in error
+    assert says in error and "corrupt" not in error and "\n" not in error
     assert not out.exists()
 
 
