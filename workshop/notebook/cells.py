@@ -277,7 +277,8 @@ def gpus():
             rows = [line.split(",") for line in run.stdout.splitlines()]
             return Shown(page.box(table(rows)), run.stdout)
     return show_text("There is no GPU here (none of nvidia-smi, xpu-smi, "
-                     "amd-smi): all lessons work on the CPU, and a batch job "
+                     "amd-smi): all lessons also work on the CPU (the one on "
+                     "Triton needs Linux), and a batch job "
                      "may have a GPU.")
 
 
