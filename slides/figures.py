@@ -156,6 +156,40 @@ def offset_and_stride(samples=16, B=2, ranks=2):
 
 
 @figure
+def four_alike(processes: int = 4) -> str:
+    """Processes that do not ask for their rank, and what they write to."""
+    out = []
+    wide = 140
+    for k in range(processes):
+        x = 150 * k
+        out += [box(x, 0, wide, 24, BLUE, "rank = 0", 0.4),
+                box(x, 28, wide, 24, GREY, "the whole model"),
+                box(x, 56, wide, 24, GREY, "all samples"),
+                arrow(x + wide / 2, 82, 108)]
+    whole = 150 * processes - 10
+    out.append(box(0, 110, whole, 26, ORANGE,
+                   "one folder: the log, the checkpoint", 0.4))
+    return svg(whole, 138, out, "Processes that do not ask for their rank",
+               f"{processes} processes. Each takes itself for rank 0, has the "
+               "whole model, reads all samples, and writes to the same "
+               "folder.")
+
+
+@figure
+def all_read_all(samples: int = 16, ranks: int = 4) -> str:
+    """What the ranks read of a step if nobody has divided its samples."""
+    out = []
+    for rank in range(ranks):
+        y = 30 * rank
+        out.append(text(0, y + 15, f"rank {rank}"))
+        out += [pictures.sample_box(54 + 34 * i, y, i, [rank])
+                for i in range(samples)]
+    return svg(54 + 34 * samples, 30 * ranks, out, "All read all samples",
+               f"A step's {samples} samples, and {ranks} ranks without an "
+               "offset and a stride: each rank reads all of them.")
+
+
+@figure
 def partition(samples=24, ranks=4):
     """Who reads which sample of an epoch: divided, or by random seeds."""
     draws = [random.Random(rank).sample(range(samples), samples // ranks)

@@ -10,7 +10,7 @@ import math
 import re
 import textwrap
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import unified_diff
 from functools import cache, partial
 from itertools import pairwise
@@ -154,6 +154,7 @@ def facts():
         "decisions": arithmetic.decisions(ASSUMED["memory"]), "flop": flop,
         "gradients": 4 * small, "traffic": arithmetic.ring,
         "peak": PEAKS["A100"][0] * 1e12, "runs": rows,
+        "karpathy": figures.KARPATHY,
         "h200_peak": PEAKS["H200"][0] * 1e12, "h200": gpu["std"], "gpu": gpu,
         "adamw": std.GPT(std.MODELS["tiny"]).configure_optimizers(
             std.PRESETS["tiny"]).defaults, "decay": hp.weight_decay,
@@ -393,10 +394,14 @@ def cells(lesson):
 
 
 def cell(lesson, begin, end):
-    """Lines of a lesson's cell, from these words to those, below its name."""
+    """Lines of a lesson's cell, from these words to those, below its name.
+
+    end: "" is the end of the cell.
+    """
     found = next(cell for cell in cells(lesson) if begin in cell)
     first = found.rfind("\n", 0, found.index(begin)) + 1
-    lines = textwrap.dedent(found[first:found.index(end, first)])
+    last = found.index(end, first) if end else len(found)
+    lines = textwrap.dedent(found[first:last])
     return f"# notebooks/{lesson}.ipynb\n{lines.rstrip()}"
 
 
@@ -445,6 +450,26 @@ def mistakes(lesson, count):
         in enumerate(found[:count], 1)), "```"])
 
 
+@dataclass(frozen=True)
+class Exercise:
+    """A question of a lesson whose answer is folded."""
+
+    diff: str  # what it changes, as a block of a diff; "" if nothing
+    answer: str  # Markdown
+
+
+def exercise(lesson: str, words: str) -> Exercise:
+    """Return the first exercise of a lesson after these words."""
+    _, found, text = "\n\n".join(cells(lesson)).partition(words)
+    require(found, f"lesson {lesson}: there is no {words!r}")
+    before, found, text = text.partition("<details><summary>Answer</summary>")
+    require(found, f"lesson {lesson}: no answer after {words!r}")
+    answer = text.partition("</details>")[0].strip()
+    block = re.search(r"```diff\n.*?```", before, re.S)
+    diff = block[0] if block else ""
+    return Exercise(diff, answer)
+
+
 def constants(path):
     """{name: value} of a script's constants, and of flags that it passes on.
     """
@@ -487,7 +512,7 @@ def command(run):
 
 
 def credits():
-    """The README's credits: a point for each sentence, without links.
+    """The README's credits: a point for each sentence, with its links.
 
     The papers are on the same page.
     """
@@ -495,7 +520,7 @@ def credits():
     _, _, text = text.partition("## Credits\n")
     text, _, _ = text.partition(" All papers are")
     require(text, "README.md has no credits")
-    text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", " ".join(text.split()))
+    text = " ".join(text.split())
     return re.sub(r"(?:^|(?<=\.) )(?=[A-Z])", "\n- ", text).strip()
 
 
@@ -553,8 +578,8 @@ def write(name, minutes=LENGTHS[-1], settings=None):
         predict=predict, answer=answer, changed_lines=changed_lines,
         stage_table=stage_table, from_readme=from_readme,
         excerpt=excerpt, hunk=hunk, log=log, printed=printed, done=done,
-        mistakes=mistakes, cell=cell, kept=kept, key_lines=key_lines,
-        now="## What you have now", constants=constants,
+        mistakes=mistakes, exercise=exercise, cell=cell, kept=kept,
+        key_lines=key_lines, now="## What you have now", constants=constants,
         checklist=checklist, site=defaultdict(str, settings or {}),
         references=partial(references, name))
     return re.sub(r"\n{3,}", "\n\n", clock.finish(text))

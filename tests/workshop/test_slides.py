@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 from conftest import needs, tracked
+from decks import measure
 
 from backstage import ROOT
 from backstage.errors import UserError
@@ -106,6 +107,59 @@ def test_the_first_and_the_last_page_say_what_the_site_says(tmp_path):
         assert "Ada Example · Summer school · 3 June" in page
     assert SITE["WORKSHOP_THANKS"] in pages[-1]
     assert "| our-project |" in pages[1]
+
+
+# ---------------------------------------------- questions and their answers
+
+
+def unanswered(slides: list[str]) -> list[str]:
+    """Return what is wrong with questions: the slides' headings, and what.
+
+    A slide that lets people predict is followed by one with the answer, which
+    is not in sight before, nor in the notes alone.
+    """
+    found = []
+    shown = [re.sub(r"<!--.*?-->", "", slide, flags=re.S) for slide in slides]
+    for number, slide in enumerate(shown):
+        heading = re.findall(r"^#+ (.+)", slide, re.M)[0]
+        following = shown[number + 1] if number + 1 < len(shown) else ""
+        if "**Predict" in slide and "**Answer" in slide:
+            found.append(f"{heading}: the answer is in sight")
+        if "**Predict" in slide and "**Answer" not in following:
+            found.append(f"{heading}: no answer follows")
+        if re.search(r"<!--[^>]*\bAnswers?:", slides[number]):
+            found.append(f"{heading}: an answer is in the notes alone")
+    return found
+
+
+@pytest.mark.parametrize("name", DECKS)
+def test_a_question_is_followed_by_its_answer(name):
+    assert unanswered(text.pages(deck(name))) == []
+
+
+def test_a_question_without_an_answer_is_seen():
+    asks = "## Ask\n\n**Predict.** Why?\n\n<!--\nMinutes 0 to 1.\n-->"
+    tells = "## Tell\n\n**Answer.** Because."
+    noted = "## Note\n\n<!--\nMinutes 0 to 1.\n\nAnswer: because.\n-->"
+    assert unanswered([asks, tells]) == []
+    assert unanswered([asks]) == ["Ask: no answer follows"]
+    assert unanswered([asks, noted, tells]) == [
+        "Ask: no answer follows", "Note: an answer is in the notes alone"]
+    assert unanswered([f"{asks}\n\n**Answer.** So.", tells]) == [
+        "Ask: the answer is in sight"]
+
+
+def test_the_addresses_that_people_need_are_on_the_slides():
+    """Those of the video and of the batch files for other clusters, in full:
+    a link alone cannot be read from the last row.
+    """
+    for length in text.LENGTHS:
+        shown = text.write("course", length)
+        for address in (
+                "https://youtu.be/l8pRSuU81PU",
+                "https://github.com/alan-turing-institute/hpc-landscape"):
+            assert f"<{address}>" in shown
+    assert "](https://youtu.be/l8pRSuU81PU)" in text.credits()
 
 
 # ---------------------------------------------------------------- commands
@@ -383,6 +437,42 @@ def test_a_deck_is_a_page_of_its_own_on_which_all_fits(name, built, browser):
     page.add_style_tag(content="section { font-size: 90px !important }")
     assert page.evaluate(BEYOND)  # what does not fit is seen
     page.close()
+
+
+SMALLEST = 18.5  # pixels of 720: the last row cannot read what is smaller
+EMPTIEST = 0.35  # of a slide's tiles have something on them, at least
+
+
+@pytest.mark.parametrize("name", text.DECKS)
+def test_text_is_large_enough_and_no_slide_is_half_empty(name, built, browser):
+    page = browser.new_page()
+    slides = measure(page, built / f"{name}.html")
+    assert [slide for slide in slides if slide.smallest < SMALLEST] == []
+    leads = {number for number, markdown in enumerate(
+        text.pages(deck(name)), 1) if "_class: lead" in markdown}
+    assert [slide for slide in slides if slide.filled < EMPTIEST
+            and slide.number not in leads] == []
+    page.close()
+
+
+def test_small_text_and_an_empty_slide_are_seen(tmp_path, browser):
+    figure = (figures.SOURCES / "trainer.svg").read_text("utf-8")
+    page = tmp_path / "planted.html"
+    page.write_text(f"""<body class="bespoke-marp-active">
+        <svg data-marpit-svg viewBox="0 0 1280 720"><foreignObject
+        width="1280" height="720"><section><h2>Nothing</h2>
+        <p style="font-size: 30px">little</p></section></foreignObject></svg>
+        <svg data-marpit-svg viewBox="0 0 1280 720"><foreignObject
+        width="1280" height="720"><section><h2>Small</h2>
+        <figure style="width: 640px">{figure}</figure>
+        </section></foreignObject></svg>""", encoding="utf-8")
+    opened = browser.new_page()
+    empty, small = measure(opened, page)
+    opened.close()
+    assert (empty.title, empty.number) == ("Nothing", 1)
+    assert empty.filled < EMPTIEST and small.filled > empty.filled
+    assert small.smallest == pytest.approx(14, abs=0.1)
+    assert empty.smallest > SMALLEST
 
 
 @pytest.mark.whole
