@@ -9,9 +9,10 @@ import re
 import shutil
 import sys
 from html import unescape
-from itertools import chain, repeat
+from itertools import chain, pairwise, repeat
 from threading import Event
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -33,6 +34,9 @@ from workshop.notebook import lab as opener
 from workshop.notebook.output import COMPLAINT, Shown
 from workshop.results import plot as panels
 from workshop.stages import LESSONS, STAGES
+
+if TYPE_CHECKING:
+    import nbformat
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TAUGHT = [stage for stage in LESSONS if (  # in a notebook
@@ -414,6 +418,33 @@ def executed(execute, single, tmp_path_factory):
 @pytest.fixture
 def shown(executed):
     return executed[-1]
+
+
+def shown_without_a_question(
+        book: "nbformat.NotebookNode", *shows: str) -> list[str]:
+    """Return the calls of cells that show something nobody was asked about.
+
+    shows: how such cells begin, as "%%ranks".
+    """
+    found = []
+    for before, cell in pairwise(book.cells):
+        call = calls(cell).strip()
+        if cell.cell_type == "code" and call.startswith(shows) and (
+                "**Predict**" not in before.source):
+            found.append(call)
+    return found
+
+
+@pytest.mark.parametrize(("name", "shows"), [
+    ("collectives", ("%%ranks",)),
+    ("start_here", ("data_parallel(", "cadence(", "nodes(", "train("))])
+def test_a_lesson_asks_before_it_shows(name, shows):
+    book = read_book(ROOT / "notebooks" / f"{name}.ipynb")
+    assert shown_without_a_question(book, *shows) == []
+    asking = next(cell for cell in book.cells
+                  if "**Predict**: what" in cell.source)
+    asking.source = asking.source.replace("**Predict**", "Here")
+    assert len(shown_without_a_question(book, *shows)) == 1
 
 
 def test_collectives_are_run_for_real(shown):
