@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 
 from backstage.errors import require
 from workshop.diff import render, working_copy
@@ -89,6 +88,8 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 
 
 def script(args: argparse.Namespace) -> None:
+    from importlib.metadata import PackageNotFoundError, version
+
     from workshop.jobs.doctor import name_commit
 
     path, reason = working_copy.choose(args.stage)

@@ -20,7 +20,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from backstage.errors import UserError, require
@@ -68,15 +68,35 @@ class Script:
         code = [strip_comment(line) for line in self.lines]
         self.where = [i for i, line in enumerate(code) if line]
         self.code = [code[i] for i in self.where]
-        self.is_code = outside_docstrings(self.code)
-        self.syntax_error: str | None = None
-        self.tree: str | None = None
+        self.text = text
+
+    @cached_property
+    def is_code(self) -> list[bool]:
+        """Of each line of code, whether it is in no docstring."""
+        return outside_docstrings(self.code)
+
+    @cached_property
+    def syntax_error(self) -> str | None:
+        """What is wrong and where, None if it is Python."""
         try:
-            self.tree = ast.dump(ast.parse(text))
+            ast.parse(self.text)
         except SyntaxError as error:
-            self.syntax_error = explain(error, self.lines)
+            return explain(error, self.lines)
         except (RecursionError, MemoryError):  # Python may run it
             pass
+        return None
+
+    @cached_property
+    def tree(self) -> str | None:
+        """The syntax tree, None if it cannot be parsed.
+
+        It takes longer than all else about a script, so only what is compared
+        has one.
+        """
+        try:
+            return ast.dump(ast.parse(self.text))
+        except (SyntaxError, RecursionError, MemoryError):
+            return None
 
     def span(self, begin: int, end: int, last: bool = True) -> tuple[int, int]:
         """The range of lines of code[begin:end] and the comments above it.
