@@ -6,6 +6,7 @@ script that is wrong must not hang in who watches it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import (
     Collection,
     Iterable,
@@ -14,9 +15,14 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, overload
 
 import torch
+
+if TYPE_CHECKING:
+    from typing import TypeGuard  # new in Python 3.10
+
+    from torch.distributed.tensor import DTensor
 
 # How torch's wrappers lengthen the names of a model's parameters.
 WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.",
@@ -62,26 +68,35 @@ def describe(
         named: names, as a model's wrappers lengthen them, and tensors. None
             stands for a tensor that there is not.
     """
-    from torch.distributed.tensor import DTensor
-
     plain: list[tuple[str, tuple[int, ...]]] = []
     flat: list[torch.Tensor] = []
     sharded: dict[str, LocalShard] = {}
     for name, tensor in named:
         if tensor is None:
             continue
-        if not isinstance(tensor, DTensor):
-            plain.append((plain_name(name), tuple(tensor.shape)))
-            flat.append(tensor.detach().float().flatten().cpu())
+        if is_sharded(tensor):
+            sharded[plain_name(name)] = {
+                "part": tensor.to_local().detach().float().cpu().clone(),
+                "mesh": tensor.device_mesh.mesh.clone(),
+                "placements": [(type(p).__name__, getattr(p, "dim", None))
+                               for p in tensor.placements],
+                "shape": tuple(tensor.shape)}
             continue
-        sharded[plain_name(name)] = {
-            "part": tensor.to_local().detach().float().cpu().clone(),
-            "mesh": tensor.device_mesh.mesh.clone(),
-            "placements": [(type(p).__name__, getattr(p, "dim", None))
-                           for p in tensor.placements],
-            "shape": tuple(tensor.shape)}
+        plain.append((plain_name(name), tuple(tensor.shape)))
+        flat.append(tensor.detach().float().flatten().cpu())
     return {"plain": plain, "sharded": sharded,
             "flat": torch.cat(flat) if flat else torch.zeros(0)}
+
+
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Return whether it is a DTensor, without importing what makes those.
+
+    The import takes half as long as that of torch, and where nothing has
+    imported it there are none.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(module, "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 @overload
@@ -98,12 +113,10 @@ def thin(tensor: torch.Tensor | None) -> torch.Tensor | None:
     These are some elements and the sum, in one vector. They are linear: they
     can be averaged over ranks. A DTensor is copied as it is.
     """
-    from torch.distributed.tensor import DTensor
-
     if tensor is None:
         return None
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
+    if is_sharded(tensor):
         return tensor.clone()
     if tensor.is_sparse:
         tensor = tensor.to_dense()
