@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import gc
 import math
 import os
 import re
@@ -47,6 +48,9 @@ def prepare_process() -> None:
     """Prepare this process for its work; a script's first line. All ranks."""
     import torch
 
+    # torch's objects stay: the collections during the imports that follow,
+    # of which the optimizer's are the largest, need not look at them
+    gc.freeze()
     name_ranks()
     add_library("/backstage/")
     files = resource.RLIMIT_NOFILE  # open shards
