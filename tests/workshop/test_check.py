@@ -137,7 +137,7 @@ HANG = ("        if rank == 0:\n            run.log(",
 @pytest.mark.skipif(not os.path.exists("/proc"), reason="asks /proc")
 @pytest.mark.parametrize(("number", "everyone", "long", "line", "seconds"), [
     # while torch is imported, and where it hangs
-    (signal.SIGINT, True, False, "against the single", 0.3),
+    (signal.SIGINT, True, False, "Loading PyTorch", 0.3),
     (signal.SIGTERM, False, True, "2 processes", 2)])
 def test_a_signal_ends_it_at_once(
         tmp_path, temporary, number, everyone, long, line, seconds):

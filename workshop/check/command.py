@@ -12,6 +12,11 @@ from backstage.errors import UserError, require
 from backstage.files import show_path
 from rankcheck.engine import fork_server, sandbox
 from rankcheck.engine.findings import Report
+from rankcheck.engine.progress import (
+    LOADING,
+    paused_collection,
+    saying_that_it_lasts,
+)
 from rankcheck.engine.report import Events, Quiet
 from rankcheck.engine.scratch import require_python
 from rankcheck.engine.workspace import open_workspace
@@ -93,10 +98,12 @@ def check(stage: str, script: str | Path = WORKING_COPY, verbose: bool = False,
                 out.report(right=True)
                 return Report(script, ())
             data = one.data
+        out.say("Loading PyTorch.")
         # it imports torch while this process does
         fork_server.get_servers(modules_of(stage))
-        from workshop.check.experiment import Experiment
-        from workshop.check.stage_runs import Bench
+        with saying_that_it_lasts(out.say, LOADING), paused_collection():
+            from workshop.check.experiment import Experiment
+            from workshop.check.stage_runs import Bench
 
         workspace.files.changed()  # by others, while torch was imported
         bench = Bench(workspace, stage, script, data, out.say)

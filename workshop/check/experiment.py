@@ -7,6 +7,7 @@ Trying a script (`try_out`) prints nothing; what is printed follows from the
 from __future__ import annotations
 
 import re
+import time
 import tokenize
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 from backstage.errors import UserError, require
 from rankcheck.engine import exits
 from rankcheck.engine.findings import Finding, Report, count_of
+from rankcheck.engine.progress import Reminder
 from rankcheck.engine.report import Quiet
 from rankcheck.engine.scratch import remove
 from workshop.board import CheckTerminal
@@ -144,9 +146,10 @@ class Experiment:
         self.announce(plan)
         reference_of(self.bench)
         outcomes: list[Outcome] = []
-        for planned in plan:
+        for place, planned in enumerate(plan, 1):
             self.out.report(run=planned.name)
-            self.out.say(f"\n{planned.mesh.words}{planned.about}")
+            self.out.say(f"\nRun {place} of {len(plan)}: "
+                         f"{planned.mesh.words}{planned.about}")
             outcome = try_out(self.bench, planned, self.name)
             outcomes.append(outcome)
             self.tell(outcome)
@@ -168,7 +171,8 @@ class Experiment:
                 about=f"{shown[0]}: pipeline x data x tensor parallel.")
         script = self.bench.script
         self.out.say(f"{script.name}, last {saved(script)}, against the "
-                     f"single-device stage: preset tiny, fp32, {STEPS} steps")
+                     "single-device stage, which runs first: preset tiny, "
+                     f"fp32, {STEPS} steps")
 
     def tell(self, outcome: Outcome) -> None:
         """Tell what a run has shown."""
@@ -312,17 +316,24 @@ def diagnose(bench: Bench, out: Quiet, outcome: Outcome,
         out.say(f"           {left}. {advice(mine)}")
         out.report(cause=[left, advice(mine), ""])
         return
+    out.say("           Looking for the change that it is, by versions of "
+            "your script.")
     items = localise.in_order(diff, mistake.lines)
     # what a script with these differences shows; None: it is right, or no
     # Python
     known: dict[frozenset[int], Mistake | None] = {
         frozenset(map(id, items)): mistake}
 
+    reminder = Reminder()
+
     def symptom(part: Sequence[RemainingChange]) -> tuple[str, str] | None:
         key = frozenset(map(id, part))
         if key not in known:
             data = localise.without(diff, part)
             known[key] = None
+            if data and reminder.is_due(time.monotonic()):
+                out.say("           still looking: "
+                        f"{count_of(len(known) - 1, 'version')} tried")
             if data:
                 known[key] = try_part(bench, outcome.planned, data,
                                       diff.script.data)

@@ -143,7 +143,7 @@ class Bench:
         folder = self.folder / f"p{self.parts}"
         folder.mkdir()
         bench = Bench(self.workspace, stage or self.stage, self.script, data,
-                      lambda text: None, copy=self.copy, folder=folder)
+                      self.say, copy=self.copy, folder=folder)
         bench.place = self.place
         if stage:
             bench.place = STAGES[stage].solution.parent
@@ -196,7 +196,8 @@ class Bench:
             (*FLAGS, *few, "--data", self.folder / "data",
              "--run-dir", run_folder, *mesh.flags(), *flags),
             record_folder, self.say,
-            Budget(self.allow(planned), endless=3 * STEPS),
+            Budget(self.allow(planned), endless=3 * STEPS,
+                   steps=count_steps(planned)),
             sandbox=self.copy,
             fix="fix: let it write into the run's folder",
             env=quiet_environment(self.workspace.temporary),
@@ -234,3 +235,9 @@ class Bench:
         if files:
             with contextlib.suppress(Exception):  # whatever it may write there
                 run.state = torch.load(files[-1], weights_only=True)
+
+
+def count_steps(planned: PlannedRun) -> int:
+    """Return how many steps a run makes, 0 if that is not known."""
+    return {"whole": STEPS, "bf16": STEPS, "fsdp2": STEPS,
+            "resumed": STEPS - RESUMED}.get(planned.kind, 0)

@@ -29,6 +29,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import NoReturn
 
+from rankcheck.engine.progress import paused_collection
 from rankcheck.engine.run import PRELOAD, Run, Torchrun
 from rankcheck.system import proc
 from rankcheck.system.errors import KILLED, UserError, describe_error
@@ -224,14 +225,12 @@ def serve(descriptor: int, preload: Sequence[str]) -> None:
 def preload_all(names: Iterable[str]) -> None:
     """Import the modules that were not tried before.
 
-    Garbage collection would take a quarter of the time and find nothing; the
-    forked ranks do not look through what is imported here, either.
+    The forked ranks do not look through it for garbage, either.
     """
-    gc.disable()
-    for name in names:
-        preload_one(name)
-    gc.freeze()
-    gc.enable()
+    with paused_collection():
+        for name in names:
+            preload_one(name)
+        gc.freeze()
 
 
 @functools.cache

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from rankcheck.engine.events import TO_ONE, Event
 from rankcheck.engine.findings import count_of
+from rankcheck.engine.progress import Reminder
 from rankcheck.engine.ranks import Launch
 from rankcheck.engine.waits import find_stuck
 
 IDLE = 3.0  # seconds without anything to do after which it may hang
 PATIENCE = 120.0  # seconds without a step, in which it may wait
 SAMPLE_INTERVAL = 2.0  # seconds, of where idle ranks are
-SAYS = 10.0  # seconds, after which it says so
 UNSTARTED = 20.0  # the same, before a launcher has started the script
 FLOOD = 20e6  # bytes of output: it prints without end
 ONE_WAY = (("send", "ssend"), ("recv",))  # calls of which none ends another
@@ -32,12 +32,14 @@ class Budget:
         idle: seconds of idleness after which it may hang.
         endless: steps after which it never ends.
         patience: seconds without a step, if all are idle.
+        steps: that each rank is to make, 0 if that is not known.
     """
 
     allowed: float
     idle: float = IDLE
     endless: float = float("inf")
     patience: float = PATIENCE
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class Patience:
         self.lines: list[int | None] = []  # and where they were
         self.samples: list[ActivitySample] = []
         self.begun = not self.launch.launcher.processes
-        self.begin = self.last = self.stepped = self.said = time.monotonic()
+        self.begin = self.last = self.stepped = time.monotonic()
+        self.reminder = Reminder(self.begin)
 
     def __call__(self) -> bool:
         """Return whether to kill the ranks now."""
@@ -92,15 +95,21 @@ class Patience:
         if steps > self.steps:
             self.steps, self.spent, self.stepped = steps, 0.0, now
         self.reason = self.find_reason(now, steps)
-        if now - self.said > SAYS and not self.reason:
-            self.said = now
+        if not self.reason and self.reminder.is_due(now):
             text = (f"        still waiting after {now - self.begin:.0f} s: "
-                    f"{count_of(steps, 'optimizer step')} in total")
+                    f"{self.count(steps)}")
             for rank, line in enumerate(self.lines):
                 if line:
                     text += f", rank {rank} is in line {line}"
             self.say(text)
         return bool(self.reason)
+
+    def count(self, steps: int) -> str:
+        """Return how many optimizer steps all ranks have made, as a text."""
+        planned = self.budget.steps * len(self.launch.jobs)
+        if 0 < planned >= steps:  # a second optimizer makes more
+            return f"{steps} of {count_of(planned, 'optimizer step')}"
+        return f"{count_of(steps, 'optimizer step')} in total"
 
     def find_reason(self, now: float, steps: int) -> str:
         """Return why to end the ranks, "" to let them continue.

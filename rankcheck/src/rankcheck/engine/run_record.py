@@ -15,6 +15,7 @@ from rankcheck.engine.hang_detector import (
     Patience,
     read_events,
 )
+from rankcheck.engine.progress import saying_that_it_lasts
 from rankcheck.engine.ranks import Flag, Launch, RankExit
 from rankcheck.engine.run import RunOptions, Torchrun
 from rankcheck.record.rank_record import RankRecord
@@ -122,7 +123,8 @@ def watch(run: AnyRunRecord, flags: Iterable[Flag], record_folder: Path,
     begin = time.monotonic()
     record_folder.mkdir(exist_ok=True)
     options["log"] = record_folder
-    launch = Launch(run.script, *flags, env=env, **options)
+    with saying_that_it_lasts(say, "starting the processes"):
+        launch = Launch(run.script, *flags, env=env, **options)
     patience = Patience(launch, record_folder, say, budget)
     run.ranks = launch.wait(SECONDS, patience)
     run.waiting_files = launch.launcher.waiting_files

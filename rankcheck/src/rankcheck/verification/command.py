@@ -22,6 +22,11 @@ from rankcheck.engine.findings import (
     warn,
 )
 from rankcheck.engine.hang_detector import PATIENCE, Budget
+from rankcheck.engine.progress import (
+    LOADING,
+    paused_collection,
+    saying_that_it_lasts,
+)
 from rankcheck.engine.report import Events, Quiet, Terminal
 from rankcheck.engine.workspace import Workspace, open_workspace
 from rankcheck.system.errors import NotCompared, UserError, require, show_path
@@ -212,16 +217,17 @@ def examine(words: list[str], size: int, steps: int,
     resume_flags = split_flags(resume_with)
     with open_workspace(out.interrupted) as workspace:
         fork_server.get_servers(preload, size, 0)  # import torch meanwhile
-        fork_server.preload_one("torch")
-        from rankcheck.verification import questions, runs
-
-        workspace.files.changed()  # by others, while torch was imported
         text = (f"Running {program.name} with 1 and with {size} processes, "
                 f"{count_of(steps, 'optimizer step')} each, on the "
                 f"{device.upper()}")
         if program.launcher:
             text += f" (without {program.launcher} and its flags)"
         out.say(text)
+        with saying_that_it_lasts(out.say, LOADING), paused_collection():
+            fork_server.preload_one("torch")
+            from rankcheck.verification import questions, runs
+
+        workspace.files.changed()  # by others, while torch was imported
         experiment = Experiment(program, size, device, patience, workspace,
                                 preload, out.say)
         script_runs = runs.Runs(experiment.start, size, steps, device,
@@ -307,7 +313,8 @@ class Experiment:
         run = self.workspace.run(
             RunRecord(script), program.with_size(size, name, planned.flags),
             record_folder, self.say,
-            Budget(SECONDS, idle=IDLE, patience=self.patience),
+            Budget(SECONDS, idle=IDLE, patience=self.patience,
+                   steps=planned.steps),
             sandbox=copy, fix=FIX,
             env=TORCHRUN | scratch.quiet_environment(temporary, hidden),
             world_size=size, module=program.module,
