@@ -14,7 +14,7 @@ from rankcheck.engine.progress import (
     saying_that_it_lasts,
 )
 from rankcheck.engine.run_record import RunRecord, watch
-from rankcheck.record.recorder import Updates
+from rankcheck.record.recorder import OptimizerSteps
 from rankcheck_testing.support import program
 
 STEPS = 3
@@ -82,7 +82,7 @@ def test_a_run_says_how_many_steps_of_all_are_made(tmp_path, monkeypatch):
         lines = said[steps] = []
         run = watch(RunRecord(script), (), tmp_path / str(steps),
                     lines.append, Budget(allowed=60, steps=steps),
-                    probes=[begins, Updates()], world_size=2)
+                    probes=[begins, OptimizerSteps()], world_size=2)
         assert not run.gave_up
     ends = {steps: lines[-1].partition(": ")[2]
             for steps, lines in said.items()}

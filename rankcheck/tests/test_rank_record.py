@@ -60,7 +60,7 @@ def test_a_rank_that_died_has_none(tmp_path):
     assert RankRecord.read_from(tmp_path, 0) is None
     run = RunRecord(tmp_path, records=[RankRecord(), None])
     assert run.asked("epoch") == []
-    with pytest.raises(InternalError, match="rank 1 has left no record"):
+    with pytest.raises(InternalError, match="rank 1 left no record"):
         _ = run.all_records
 
 

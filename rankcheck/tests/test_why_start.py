@@ -278,7 +278,7 @@ def test_a_last_start_whose_folder_is_gone(home):
     for file in Path(folder).iterdir():
         file.unlink()
     Path(folder).rmdir()
-    with pytest.raises(UserError, match=r"is gone: .*/b, torchrun b"):
+    with pytest.raises(UserError, match=r"was removed: .*/b, of torchrun b"):
         evidence.find(None, home)
 
 
@@ -318,7 +318,7 @@ def test_what_was_started_last_in_a_folder_of_ones_own(tmp_path):
     log.write_text("of another one\n")
     said = run(tmp_path, first)
     assert "of another one" not in said.stdout
-    assert "log, no longer exists " in said.stdout
+    assert "log, no longer exists" in said.stdout
 
 
 def test_an_output_that_another_start_has_replaced(tmp_path):

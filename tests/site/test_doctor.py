@@ -137,9 +137,9 @@ def test_a_torch_that_does_not_load_is_one_line(repo):
     (doctor.ask_data, lambda demo: (demo / "demo_val_000000.npy").unlink(),
      "no shard *_val_*.npy"),
     (doctor.ask_data, lambda demo: (demo / "demo_train_000002.npy")
-     .write_bytes(b"\x93NUMPY"), "damaged"),
+     .write_bytes(b"\x93NUMPY"), "corrupt"),
     (doctor.ask_vocabulary, lambda demo: (demo / dataset.TOKENS).unlink(),
-     "damaged"),
+     "corrupt"),
     (doctor.ask_data, lambda demo: os.environ.update(
         WORKSHOP_DATA=f"{demo}/lost"), "lost, which does not exist"),
 ])

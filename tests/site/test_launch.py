@@ -122,7 +122,7 @@ def test_what_is_wrong_is_one_line(programs, tmp_path):
         with pytest.raises(UserError, match=words):
             command("ddp", env)
     programs(scontrol="n1\n' >&2; exit 1; echo '")
-    with pytest.raises(UserError, match=r"^`scontrol .*` fails: [^\n]+$"):
+    with pytest.raises(UserError, match=r"^`scontrol .*` fails; fix: [^\n]+$"):
         command("ddp", SLURM)
 
 

@@ -113,7 +113,7 @@ def test_old_checkpoints_that_cannot_be_removed_stop_nothing(
     assert len([*tmp_path.glob("step_*.pt")]) == 4
     line, more = capsys.readouterr().err.splitlines()
     assert "step_00000001.pt could not be removed (Permission denied)" in line
-    assert "nor 1 more" in more
+    assert "nor could 1 more" in more
 
 
 def test_an_earlier_checkpoint_is_named_where_there_is_one(

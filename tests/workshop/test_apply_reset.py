@@ -356,7 +356,7 @@ def test_a_wrong_word_is_one_line(repo):
             (("apply", "ddp", str(N + 1)), f"no such change: {N + 1}"),
             (("apply", "ddp", "x"), "invalid int value: 'x'"),
             (("launch", "ddp", "--preset", "tiny"),
-             "tiny: the script's own come aft"),
+             "tiny (the script's own come aft"),
             (("reset",), "stage|DATE --list --undo is required"),
             (("reset", "../../x"), "choose from std, mpi, kernels, ddp"),
             (("reset", "20200101-000000"), "reset --list"),

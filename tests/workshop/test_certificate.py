@@ -62,7 +62,8 @@ def test_nobody_has_one_without_a_check(clone):
 def test_a_file_of_ones_own_is_kept(clone):
     own = clone / "certificate.html"
     own.write_text("mine")
-    assert "is kept" in workshop(clone, "certificate", status=1)
+    said = workshop(clone, "certificate", status=1)
+    assert "fix: choose another file" in said
     assert own.read_text() == "mine"
     assert "not a run with a checkpoint" in workshop(
         clone, "certificate", "--run", "code", "-o", "x.html", status=1)

@@ -82,8 +82,8 @@ def test_the_diff_of_a_checked_script_says_that_it_is_right(script):
         assert words not in shown()[0]
         passes(script, text)
         said, page = shown()
-        assert f"train_gpt2.py is {words}" in said.splitlines()[0]
-        assert f'<p class="good"><strong>{show_path(script)} is {words}' in (
+        assert f"train_gpt2.py has {words}" in said.splitlines()[0]
+        assert f'<p class="good"><strong>{show_path(script)} has {words}' in (
             page)
         assert "<h3" not in page and page.count('class="made"') == len(
             documents.load("ddp"))

@@ -45,7 +45,7 @@ def test_every_lesson_is_in_the_plan():
 
 def test_the_readme_has_the_lines_of_each_stage():
     rows = {row[0]: row[1::2] for row in table(
-        (ROOT / "README.md").read_text(), "stage | after")}
+        (ROOT / "README.md").read_text(), "stage | starts from")}
     assert rows.pop("std") == ["", ""]
     for name in LESSONS:
         removed, added = slides.changed_lines(name)
@@ -125,7 +125,7 @@ def test_the_answer_key_is_whole(capsys):
     of_one = capsys.readouterr().out.removeprefix("# The answers, for the "
                                                   "instructor\n")
     assert "\n# ddp\n" in of_one and of_one in key and "# lit" not in of_one
-    with pytest.raises(workshop.UserError, match=r"is called dpd: .*ddp"):
+    with pytest.raises(workshop.UserError, match=r"no lesson dpd .*ddp"):
         answers.main(Namespace(lesson="dpd", minutes=None))
 
 
