@@ -187,6 +187,21 @@ def test_what_it_is_printed_to_has_not_changed(tmp_path):
     assert told == "''"
 
 
+def test_the_notebook_that_it_is_started_from_has_not_changed(
+        tmp_path, monkeypatch):
+    """Jupyter replaces it every two minutes; another one is named."""
+    names = ["mine.ipynb", "theirs.ipynb"]
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JPY_SESSION_NAME", str(tmp_path / "mine.ipynb"))
+    files = sandbox.Kept()
+    for name in names:
+        (tmp_path / "saved").write_text("{...}")
+        (tmp_path / "saved").replace(tmp_path / name)
+    assert files.changed() == "theirs.ipynb changed meanwhile"
+
+
 def test_a_script_that_is_a_link_finds_what_is_beside_it(home, tmp_path):
     (home / "other" / "beside.py").write_text("print('found')")
     (home / "other" / "train.py").write_text("import beside")

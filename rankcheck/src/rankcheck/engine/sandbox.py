@@ -372,11 +372,14 @@ class Kept:
 
     def list_states(self) -> dict[str, FileState]:
         """Return the state of each file, by its path, except what this
-        process prints to.
+        process prints to, and the notebook that it is started from: Jupyter
+        saves that by itself.
         """
         found: dict[str, FileState] = {}
         cwd = os.getcwd()
-        own = {os.stat(name).st_ino for name in ("/dev/stdout", "/dev/stderr")
+        notebook = os.environ.get("JPY_SESSION_NAME", "")  # by Jupyter
+        own = {os.stat(name).st_ino
+               for name in ("/dev/stdout", "/dev/stderr", notebook)
                if os.path.exists(name)}
         entries = walk(cwd, MOST_FILES)
         for link in [*entries]:
