@@ -420,6 +420,29 @@ def shown(executed):
     return executed[-1]
 
 
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_result_of_verify_does_not_grow_old(follows, monkeypatch):
+    """In JupyterLab: only that of the check is about a script that changes."""
+    drawn = []
+
+    class Output:
+        """Keeps what is drawn."""
+
+        def __init__(self, bundle):
+            self.update(bundle)
+
+        def update(self, bundle):
+            drawn.append(bundle["text/html"])
+
+    monkeypatch.setattr(frontend, "Output", Output)
+    monkeypatch.setattr(following, "pulse",
+                        lambda: "notebooks/__pycache__/alive-1")
+    cells.on_board("-c", "", follows_script=follows)
+    is_marked = ["does not follow your script" in html for html in drawn]
+    assert len(drawn) > 1 and is_marked[0]  # while it runs
+    assert is_marked[-1] == follows
+
+
 def shown_without_a_question(
         book: "nbformat.NotebookNode", *shows: str) -> list[str]:
     """Return the calls of cells that show something nobody was asked about.

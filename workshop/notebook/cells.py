@@ -123,18 +123,26 @@ def check(stage, change=None):
     threading.Thread(target=follow, daemon=True).start()
 
 
-def on_board(*arguments, link=str):
+def on_board(*arguments, link=str, follows_script=True):
     """Run `python arguments...`, and show the events that it prints.
 
-    link: a function that makes links in the HTML. Returns the `Board`, and the
-    function that shows it anew.
+    link: a function that makes links in the HTML. follows_script: whether the
+    result is about the attendee's script, which may change after it. Returns
+    the `Board`, and the function that shows it anew.
     """
     board = Board(page.as_calls)
-    show = live(lambda: following.alive(Shown(
-        page.box(link(board.to_html(pictures.draw_check(board)))
-                 + page.KEEP_IN_SIGHT * (board.right is not None
-                                         and not board.is_old),
-                 board.last), board.to_text())))
+    has_ended = False
+
+    def view():
+        html = link(board.to_html(pictures.draw_check(board)))
+        if board.right is not None and not board.is_old:
+            html += page.KEEP_IN_SIGHT
+        shown = Shown(page.box(html, board.last), board.to_text())
+        if has_ended and not follows_script:
+            return shown
+        return following.alive(shown)
+
+    show = live(view)
     board.update({"say": "The processes start, which takes some seconds."})
     show(now=True)
 
@@ -146,6 +154,7 @@ def on_board(*arguments, link=str):
         interpreter.run(*arguments, on_line=on_line)
     finally:
         board.end()
+        has_ended = True
         show(now=True)
     return board, show
 
@@ -308,12 +317,12 @@ def verify(script, mistake=0, *flags):
     """
     if isinstance(script, str):
         on_board("-m", "workshop", "verify", "--events", "--",
-                 *split_words(script))
+                 *split_words(script), follows_script=False)
     else:
         require(isinstance(script, int) and isinstance(mistake, int), "name "
                 "your script, or the edits and the mistake by their numbers")
         on_board("-m", "notebooks.experiments.your_model", str(script),
-                 str(mistake), *flags)
+                 str(mistake), *flags, follows_script=False)
 
 
 @in_one_line
