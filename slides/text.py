@@ -408,7 +408,8 @@ def cell(lesson, begin, end):
 def kept(lesson, begin):
     """What a section of a lesson says from these words on: its points.
 
-    Or its first paragraph, if it has none.
+    Or its first paragraph, if it has none. Without the questions that end a
+    point: a page to keep has no answers to them.
     """
     _, _, text = "\n\n".join(cells(lesson)).partition(begin)
     if begin.startswith("#"):
@@ -418,6 +419,7 @@ def kept(lesson, begin):
     text = re.split(r"\n## |<details|To start|\*\*(?:Go on|Next|What it did)",
                     text)[0]
     text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text)
+    text = re.sub(r"\s+\*\*Predict\b(?:.|\n(?!\n|- |\d+\. ))*", "", text)
     points = re.findall(r"^(?:- |\d+\. \[ \] )?(\*\*.+(?:\n(?!\n|- ).+)*"
                         r"|(?<=\] ).+(?:\n {3,}.+)*)", text, re.M)
     return "\n".join(f"- {' '.join(point.split())}" for point in points) or (
