@@ -33,6 +33,7 @@ HOUSES = {
         "engine": "engine.*",
         "verification": "verification.*",
         "why": "why.*",
+        "bench": "bench.*",
         "commands": "__main__"},
     "workshop": {
         "stages": "board command_line errors html stages vocabulary",

@@ -1,0 +1,48 @@
+"""Train a small regression model with DistributedDataParallel.
+
+Start it with torchrun, as 2 processes.
+"""
+
+import os
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+seed = int(os.environ.get("SEED", "0"))
+
+fixed = torch.Generator().manual_seed(5)
+inputs = torch.randn(96, 12, generator=fixed)
+targets = inputs @ torch.randn(12, 4, generator=fixed)
+data = TensorDataset(inputs, targets)
+sampler = DistributedSampler(data, seed=seed)
+loader = DataLoader(data, batch_size=32 // size, sampler=sampler)
+
+torch.manual_seed(seed)
+net = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 4))
+model = DDP(net)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+step = 0
+for epoch in range(12):
+    sampler.set_epoch(epoch)
+    for number, (x, y) in enumerate(loader):
+        full = number % 2 == 1
+        last = number + 1 == len(loader)
+        with nullcontext() if full or last else model.no_sync():
+            loss = mse_loss(model(x), y) / 2
+            loss.backward()
+        if not (full or last):
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            print(f"epoch {epoch} step {step} loss {loss:.6f}", flush=True)
+        step += 1
+dist.destroy_process_group()

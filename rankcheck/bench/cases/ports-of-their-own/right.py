@@ -1,0 +1,23 @@
+"""Join, and reduce at a port of their choice.
+
+Start it with torchrun, as 2 processes.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+port = 17_000 + int(os.environ["MASTER_PORT"]) % 1000
+os.environ["MASTER_PORT"] = str(port)
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+for _ in range(40):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+if rank == 0:
+    print("processes:", total.item())
+print("rank", rank, "of", size, "is done")
+dist.barrier()
+dist.destroy_process_group()

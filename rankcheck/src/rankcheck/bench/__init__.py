@@ -1,0 +1,1 @@
+"""The fault bench: what finds silent errors and hangs, side by side."""

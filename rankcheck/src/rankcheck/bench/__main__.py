@@ -1,0 +1,147 @@
+"""The command python -m rankcheck.bench: runs tools over cases."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from rankcheck.bench import results
+from rankcheck.bench.cases import Case, find_folder, load, select
+from rankcheck.bench.results import Results, Row
+from rankcheck.bench.scoring import Answer, Result, Score, score
+from rankcheck.bench.tools import TOOLS, Tool, choose
+from rankcheck.system.errors import UserError
+from rankcheck.system.version import require_torch
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rankcheck.bench", description="Run tools over the "
+        "cases of the fault bench, and print how many each has named.")
+    parser.add_argument("words", nargs="*", metavar="CASE", help="a case, a "
+                        "kind, or a group: silent, hang (all)")
+    parser.add_argument("--tool", action="append", default=[], metavar="NAME",
+                        help="one of " + ", ".join(
+                            tool.name for tool in TOOLS) + " (all)")
+    parser.add_argument("--cases", metavar="FOLDER", help="where the cases "
+                        "are, if not in a clone: CLONE/rankcheck/bench")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all "
+                        "results to this file")
+    parser.add_argument("--table", type=Path, metavar="FILE",
+                        action="append", default=[], help="run nothing: "
+                        "score the statements in a file of results again, "
+                        "and print the tables; several files are one run")
+    parser.add_argument("--jobs", type=int, default=2, help="how many scripts "
+                        "a tool looks at at once, if it can (2)")
+    parser.add_argument("--list", action="store_true", help="run nothing: "
+                        "print the cases")
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    """Do what the command line says; return the exit status."""
+    args = make_parser().parse_args(words)
+    if args.jobs < 1:
+        raise UserError("--jobs is 1 or more")
+    cases = select(load(find_folder(args.cases)), args.words)
+    if args.table:
+        found = merge([results.read(file) for file in args.table], cases)
+        if args.json:
+            results.write(found, args.json)
+        print(results.make_table(found))
+        return 0
+    if args.list:
+        for case in cases:
+            print(f"{case.name}: {case.kind}, {case.report}. {case.fault}")
+        return 0
+    require_torch()
+    tools = choose(args.tool)
+    date, begin = results.begin_date(), time.monotonic()
+    rows = [row for tool in tools for row in try_out(tool, cases, args.jobs)]
+    versions = {tool.name: tool.version() for tool in tools}
+    found = Results(date, results.describe_versions(versions),
+                    results.count_cores(), time.monotonic() - begin, rows)
+    if args.json:
+        results.write(found, args.json)
+    print(results.make_table(found))
+    return 0
+
+
+def merge(parts: Sequence[Results], cases: Sequence[Case]) -> Results:
+    """Return results as one run, scored by what the registry says now."""
+    known = {case.name: case for case in cases}
+    versions = {name: version for part in parts
+                for name, version in part.versions.items()}
+    rows = [rescore(row, known[row.case]) for part in parts
+            for row in part.rows if row.case in known]
+    return Results(parts[0].date, versions, parts[0].cores,
+                   sum(part.seconds for part in parts), rows)
+
+
+def rescore(row: Row, case: Case) -> Row:
+    """Return a row with the score of its statements."""
+    if row.score == Score.NOT_APPLICABLE.value:
+        return row
+    result = score(case, Answer(tuple(row.wrong), 0.0),
+                   Answer(tuple(row.right), 0.0))
+    return replace(
+        row, held_out=case.held_out, kind=case.kind,
+        score=result.score.value, reason=result.reason,
+        by_warning=result.by_warning, false_warnings=result.false_warnings)
+
+
+def try_out(tool: Tool, cases: Sequence[Case], jobs: int) -> list[Row]:
+    """Ask a tool about cases, several at once if it can; print each score."""
+    workers = jobs if tool.concurrent else 1
+    rows = []
+    with ThreadPoolExecutor(workers) as pool:
+        for row in pool.map(lambda case: try_case(tool, case), cases):
+            print(f"{row.tool}: {row.case}: {row.score}: {row.reason}",
+                  file=sys.stderr, flush=True)
+            rows.append(row)
+    return rows
+
+
+def try_case(tool: Tool, case: Case) -> Row:
+    """Ask a tool about both scripts of a case, and score what it says."""
+    reason = tool.why_not(case)
+    if reason:
+        return make_row(tool, case, Result(Score.NOT_APPLICABLE, reason),
+                        Answer((), 0.0), Answer((), 0.0))
+    wrong = tool.ask(case, "wrong")
+    right = tool.ask(case, "right")
+    return make_row(tool, case, score(case, wrong, right), wrong, right)
+
+
+def make_row(tool: Tool, case: Case, result: Result, wrong: Answer,
+             right: Answer) -> Row:
+    """Return a row of the results."""
+    return Row(
+        case=case.name, group=case.group, kind=case.kind,
+        held_out=case.held_out, tool=tool.name, score=result.score.value,
+        reason=result.reason, by_warning=result.by_warning,
+        false_warnings=result.false_warnings,
+        seconds=round(wrong.seconds + right.seconds, 1),
+        wrong=[*wrong.statements], right=[*right.statements])
+
+
+def main() -> None:
+    """Exit with 0 if all tools were asked, else with 2."""
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

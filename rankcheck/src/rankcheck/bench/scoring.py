@@ -1,0 +1,98 @@
+"""What a tool's answers about the two scripts of a case are worth."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from rankcheck.bench.cases import Case
+
+
+class Score(Enum):
+    """How good a tool's answer is, the best first."""
+
+    NAMED = "named"
+    NOTICED = "noticed"
+    MISSED = "missed"
+    FALSE = "false"
+    NOT_APPLICABLE = "not applicable"
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One thing that a tool says about a script.
+
+    Attributes:
+        text: as the tool says it.
+        is_problem: whether it says that something is wrong.
+        is_warning: whether it says so, but does not fail.
+        is_cause: whether it gives a reason. "The losses differ" gives none.
+    """
+
+    text: str
+    is_problem: bool = True
+    is_warning: bool = False
+    is_cause: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that a tool says about a script, in its order."""
+
+    statements: tuple[Statement, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """A score, with its reason.
+
+    Attributes:
+        by_warning: whether the fault was named by a warning only.
+        false_warnings: how many warnings there were about the right script.
+    """
+
+    score: Score
+    reason: str
+    by_warning: bool = False
+    false_warnings: int = 0
+
+
+def score(case: Case, wrong: Answer, right: Answer) -> Result:
+    """Score a tool's answers about the wrong script and about its twin.
+
+    The statements count in the tool's order, as somebody reads them: a wrong
+    reason that comes first is a false answer, whatever follows.
+    """
+    warnings = sum(one.is_warning for one in right.statements)
+    for statement in right.statements:
+        if statement.is_problem and not statement.is_warning:
+            return Result(Score.FALSE, f"about the right script: "
+                          f"{statement.text}", False, warnings)
+    noticed = ""
+    for statement in wrong.statements:
+        if names_fault(case, statement):
+            return Result(Score.NAMED, statement.text, statement.is_warning,
+                          warnings)
+        if not statement.is_problem:
+            continue
+        follows = is_consequence(case, statement)
+        if statement.is_cause and not statement.is_warning and not follows:
+            return Result(Score.FALSE, f"a wrong reason: {statement.text}",
+                          False, warnings)
+        if follows or not statement.is_warning:
+            noticed = noticed or statement.text
+    if noticed:
+        return Result(Score.NOTICED, noticed, False, warnings)
+    return Result(Score.MISSED, "nothing about it", False, warnings)
+
+
+def names_fault(case: Case, statement: Statement) -> bool:
+    """Whether a statement names the fault: all patterns match."""
+    return all(re.search(name, statement.text) for name in case.names)
+
+
+def is_consequence(case: Case, statement: Statement) -> bool:
+    """Whether a statement is true of the fault, but not its cause."""
+    return any(re.search(one, statement.text) for one in case.follows)

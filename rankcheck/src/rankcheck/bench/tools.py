@@ -1,0 +1,392 @@
+"""The tools that the bench compares: what each says about a script.
+
+To add one, subclass `Tool` and add it to `TOOLS`; docs/bench.md says how.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rankcheck.bench.cases import SILENT, Case, Twin
+from rankcheck.bench.scoring import Answer, Statement
+from rankcheck.bench.twins import LIMIT, TwinRun, run_twin, start
+from rankcheck.engine.ranks import Rank, free_port
+from rankcheck.system.errors import UserError
+from rankcheck.system.version import __version__
+
+# Questions of verify whose answer says that something differs, and not why
+EFFECTS = frozenset({
+    "losses, gradients and weights are those of one process",
+    "gradients and weights are equal on all ranks"})
+FIRST_ASKED = 8.0  # seconds after all ranks of a job have been seen
+ASKED_AGAIN = 6.0  # seconds between two questions about a job
+GIVEN_UP = 45.0  # seconds in which `why` has to name a fault
+PAUSE = 0.2
+SHORT_TIMEOUT = 15  # seconds: of process groups, in place of half an hour
+SEEDS = 5  # of runs that show how far a final loss varies
+LAST = 8  # losses whose mean is the final loss
+
+
+class Tool:
+    """Something that may find a fault.
+
+    Attributes:
+        name: as the table has it.
+        concurrent: whether it may be asked about several scripts at once.
+    """
+
+    name = ""
+    concurrent = False
+
+    def version(self) -> str:
+        """Return the version of the tool."""
+        raise NotImplementedError
+
+    def why_not(self, case: Case) -> str:
+        """Say why the tool does not apply to a case; "" if it does."""
+        raise NotImplementedError
+
+    def ask(self, case: Case, twin: Twin) -> Answer:
+        """Return what the tool says about one of the two scripts."""
+        raise NotImplementedError
+
+
+@contextmanager
+def copy_of(case: Case, twin: Twin) -> Iterator[Path]:
+    """A folder with the script alone, called train.py."""
+    folder = Path(tempfile.mkdtemp(prefix="bench-"))
+    try:
+        shutil.copyfile(case.script(twin), folder / "train.py")
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def quiet_environment(**more: str) -> dict[str, str]:
+    """Return the variables of a tool's process."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+            "SEED": "0", **more}
+
+
+# --------------------------------------------------------------- rankcheck
+
+
+class Rankcheck(Tool):
+    """verify for silent errors, why for hangs, each by its command."""
+
+    name = "rankcheck"
+    concurrent = True
+
+    def version(self) -> str:
+        return __version__
+
+    def why_not(self, case: Case) -> str:
+        return ""
+
+    def ask(self, case: Case, twin: Twin) -> Answer:
+        with copy_of(case, twin) as folder:
+            if case.group == SILENT:
+                return ask_verify(case, folder)
+            return ask_why(case, folder)
+
+
+def ask_verify(case: Case, folder: Path) -> Answer:
+    """Run `rankcheck verify` on the script in a folder."""
+    words = [sys.executable, "-m", "rankcheck", "verify", "--json", "-n",
+             str(case.processes)]
+    if case.resume:
+        words.append(f"--resume-with={' '.join(case.resume)}")
+    begin = time.monotonic()
+    done = subprocess.run(
+        [*words, "--", "train.py", *case.flags], cwd=folder, text=True,
+        capture_output=True, env=quiet_environment(), check=False)
+    seconds = time.monotonic() - begin
+    try:
+        document = json.loads(done.stdout)
+    except ValueError:
+        raise UserError(f"rankcheck verify has failed about {case.name}: "
+                        f"{done.stderr[-300:]}") from None
+    statements = [read_finding(finding) for finding in document["findings"]
+                  if finding["verdict"] != "ok"]
+    if document["status"] == 2:
+        statements.append(Statement(
+            f"not verified: {document['error']}", is_problem=False))
+    return Answer(tuple(statements), seconds)
+
+
+def read_finding(finding: Mapping[str, Any]) -> Statement:
+    """Return a finding of verify as a statement."""
+    text = f"{finding['text']} -> {finding['advice']}"
+    return Statement(text, is_warning=finding["verdict"] == "warn",
+                     is_cause=finding["question"] not in EFFECTS)
+
+
+def ask_why(case: Case, folder: Path) -> Answer:
+    """Start a job under `rankcheck why run`, and ask about it."""
+    records = folder / "records"
+    begin = time.monotonic()
+    statements: list[Statement] = []
+    with started(case, folder, records) as job:
+        joined = None
+        while job.poll() is None:
+            time.sleep(PAUSE)
+            now = time.monotonic()
+            if joined is None and has_begun(records, case):
+                joined = now
+            late = now - begin > LIMIT
+            if not late and (joined is None or now - joined < FIRST_ASKED):
+                continue
+            statements = [read_why(records)]
+            asked = time.monotonic()
+            expired = joined is not None and asked - joined > GIVEN_UP
+            if statements[0].is_problem or late or expired:
+                break
+            while job.poll() is None and time.monotonic() < (
+                    asked + ASKED_AGAIN):
+                time.sleep(PAUSE)
+        if job.poll() is not None:
+            statements = [read_why(records)]
+    return Answer(tuple(statements), time.monotonic() - begin)
+
+
+@contextmanager
+def started(case: Case, folder: Path, records: Path
+            ) -> Iterator[subprocess.Popen[bytes]]:
+    """A job that runs, in a session of its own; it is ended afterwards."""
+    with open(folder / "log", "wb") as log:
+        job = subprocess.Popen(
+            [sys.executable, "-m", "rankcheck", "why", "run", "--",
+             *launch_words(case)], cwd=folder, stdin=subprocess.DEVNULL,
+            stdout=log, stderr=log, start_new_session=True,
+            env=quiet_environment(RANKCHECK_WHY=str(records)))
+        try:
+            yield job
+        finally:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(job.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    job.wait(3)
+            end_recorded(records)
+
+
+def end_recorded(records: Path) -> None:
+    """End the ranks that have left a record and still run.
+
+    A launcher gives each rank a session of its own.
+    """
+    for file in records.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            pid = int(json.loads(file.read_text())["pid"])
+            place = os.readlink(f"/proc/{pid}/cwd")
+            if place == str(records.parent):
+                os.kill(pid, signal.SIGKILL)
+
+
+def launch_words(case: Case) -> list[str]:
+    """Return the command that starts the script of a case."""
+    script = ["train.py", *(flag.replace("{run}", "1")
+                            for flag in case.flags)]
+    if case.launch == "python":
+        return [sys.executable, *script]
+    port = free_port()
+    agents = []
+    for node in range(case.nodes):
+        agents.append([
+            sys.executable, "-m", "torch.distributed.run", "--nnodes",
+            str(case.nodes), "--node-rank", str(node), "--nproc-per-node",
+            str(case.processes // case.nodes), "--master-addr", "127.0.0.1",
+            "--master-port", str(port), *script])
+    if len(agents) == 1:
+        return agents[0]
+    background = " & ".join(" ".join(words) for words in agents)
+    return ["bash", "-c", f"{background} & wait"]
+
+
+def has_begun(records: Path, case: Case) -> bool:
+    """Whether as many processes as there are ranks have left records."""
+    return len(list(records.glob("*.json"))) >= case.processes
+
+
+def read_why(records: Path) -> Statement:
+    """Return what `rankcheck why` says about a job."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rankcheck", "why", "--json", str(records)],
+        text=True, capture_output=True, env=quiet_environment(), check=False)
+    try:
+        document = json.loads(done.stdout)
+    except ValueError:
+        raise UserError(f"rankcheck why has failed: {done.stderr[-300:]}"
+                        ) from None
+    if document["status"] == 2:
+        return Statement(f"no answer: {document['error']}", is_problem=False)
+    is_proven = document["verdict"] == "FAIL"
+    lines = [document["text"]]
+    if is_proven:
+        lines = [f"{document['kind']}: {document['text']}"]
+    else:
+        lines += [rank["text"] for rank in document["ranks"]]
+    return Statement(" | ".join(lines), is_problem=is_proven,
+                     is_cause=is_proven)
+
+
+# ------------------------------------------- TORCH_DISTRIBUTED_DEBUG=DETAIL
+
+
+@dataclass
+class Detail:
+    """In a rank: switches DETAIL on, with a short timeout."""
+
+    def __call__(self, log: object) -> None:
+        from datetime import timedelta
+
+        from torch._C._distributed_c10d import DebugLevel, set_debug_level
+        from torch.distributed import distributed_c10d
+
+        set_debug_level(DebugLevel.DETAIL)
+        distributed_c10d.default_pg_timeout = timedelta(seconds=SHORT_TIMEOUT)
+
+
+MISMATCH = re.compile(r"Detected mismatch between collectives[^\n]*")
+ABSENT = re.compile(r"[^\n]*(?:failed to pass monitoredBarrier|"
+                    r"[Tt]imed out|Connection closed by peer)[^\n]*")
+ERROR = re.compile(r"^(?:\[rank\d+\]:? *)?(\w*(?:Error|Exception)\b: .*)",
+                   re.MULTILINE)
+PLACE = re.compile(r'File "[^"]*train\.py", line (\d+), in (\S+)\n'
+                   r"(?:\[rank\d+\]:? *)?\s*(\S.*)")
+
+
+class DebugDetail(Tool):
+    """PyTorch's own check of collectives, with its error in the log."""
+
+    name = "TORCH_DISTRIBUTED_DEBUG=DETAIL"
+    applies = frozenset({"collective mismatch", "deadlock", "early exit",
+                         "exception", "signal", "I/O"})
+
+    def version(self) -> str:
+        import torch
+
+        return str(torch.__version__)
+
+    def why_not(self, case: Case) -> str:
+        if case.group == SILENT:
+            return "it compares collectives, not what a script computes"
+        if case.kind not in self.applies:
+            return "it begins with the first collective"
+        return ""
+
+    def ask(self, case: Case, twin: Twin) -> Answer:
+        begin = time.monotonic()
+        with copy_of(case, twin) as folder:
+            ranks = start(case, twin, case.flags, folder / "work", 0,
+                          3.0 * SHORT_TIMEOUT, Detail())
+        statements = [describe_end(number, rank)
+                      for number, rank in enumerate(ranks)]
+        found = [one for one in statements if one is not None]
+        found.sort(key=lambda one: not one.is_cause)
+        return Answer(tuple(found), time.monotonic() - begin)
+
+
+def describe_end(number: int, rank: Rank) -> Statement | None:
+    """Return what a rank's log says of its end; None: it ended well."""
+    if rank.status == 0:
+        return None
+    text = rank.out + rank.err
+    places = PLACE.findall(text)
+    where = ""
+    if places:
+        line, function, code = places[-1]
+        where = f" in line {line}, in {function}: {code}"
+    begin = f"rank {number}{where}: "
+    mismatch = MISMATCH.search(text)
+    if mismatch:
+        return Statement(begin + mismatch[0], is_cause=True)
+    absent = ABSENT.search(text)
+    if absent:
+        return Statement(begin + absent[0].strip())
+    error = ERROR.findall(text)
+    if error:
+        return Statement(begin + error[-1], is_cause=True)
+    if rank.status is None:
+        return Statement(f"{begin}still runs")
+    if rank.status < 0:
+        name = signal.Signals(-rank.status).name
+        return Statement(f"{begin}ended by {name}",
+                         is_cause=name != "SIGABRT")
+    return Statement(f"{begin}ended with status {rank.status}")
+
+
+# ---------------------------------------------------------- the loss curve
+
+
+class LossCurve(Tool):
+    """Would somebody see it who knows how far the final loss varies?
+
+    The final loss is compared with those of the right script with five
+    seeds. It is noticed if it is farther from their mean than all of them.
+    """
+
+    name = "the loss curve"
+
+    def __init__(self) -> None:
+        self.known: dict[str, list[float]] = {}
+
+    def version(self) -> str:
+        return f"{SEEDS} seeds"
+
+    def why_not(self, case: Case) -> str:
+        return "" if case.group == SILENT else "it has no end"
+
+    def ask(self, case: Case, twin: Twin) -> Answer:
+        begin = time.monotonic()
+        if case.name not in self.known:
+            self.known[case.name] = [
+                final_loss(run_twin(case, "right", seed))
+                for seed in range(SEEDS)]
+        usual = self.known[case.name]
+        mean = sum(usual) / len(usual)
+        reach = max(abs(one - mean) for one in usual)
+        value = final_loss(run_twin(case, twin, SEEDS))
+        statements = []
+        if not abs(value - mean) <= reach:
+            statements.append(Statement(
+                f"the final loss is {value:.4g}, with other seeds "
+                f"{min(usual):.4g} to {max(usual):.4g}"))
+        return Answer(tuple(statements), time.monotonic() - begin)
+
+
+def final_loss(run: TwinRun) -> float:
+    """Return the mean of a run's last losses."""
+    last = run.losses[-LAST:]
+    return sum(last) / len(last) if last else float("nan")
+
+
+TOOLS: Sequence[Tool] = (Rankcheck(), DebugDetail(), LossCurve())
+
+
+def choose(names: Sequence[str]) -> list[Tool]:
+    """Return the tools that are named, or all.
+
+    Raises:
+        UserError: if there is no such tool.
+    """
+    known = {tool.name: tool for tool in TOOLS}
+    for name in names:
+        if name not in known:
+            raise UserError(f"there is no tool {name}. fix: one of "
+                            f"{', '.join(known)}")
+    return [known[name] for name in names] or [*TOOLS]

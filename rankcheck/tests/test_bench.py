@@ -1,0 +1,332 @@
+"""The fault bench: its registry, its cases, scores and results.
+
+`--tables` runs the scripts of all cases; without it, those of one.
+"""
+
+import difflib
+import json
+import shutil
+import sys
+
+import pytest
+
+from rankcheck.bench import __main__ as command
+from rankcheck.bench import results, tools, twins
+from rankcheck.bench.cases import (
+    FIELDS,
+    HANG,
+    KINDS,
+    LISTS,
+    SILENT,
+    TWINS,
+    find_folder,
+    load,
+    select,
+)
+from rankcheck.bench.results import Results, Row
+from rankcheck.bench.scoring import Answer, Score, Statement, score
+from rankcheck.system.errors import UserError
+from rankcheck_testing.support import HOUSE, needs, python
+
+FOLDER = HOUSE / "bench"
+CASES = load(FOLDER)
+AT_ONCE = {"divided-by-world-size"}  # by `pytest` alone
+HUNG = 12.0  # seconds after which a script that does not end hangs
+
+
+def make_params(group):
+    """Return a test's parameters: the cases of a group."""
+    params = []
+    for case in CASES:
+        if case.group == group:
+            marks = [] if case.name in AT_ONCE else [pytest.mark.table]
+            params.append(pytest.param(case, id=case.name, marks=marks))
+    return params
+
+
+# ------------------------------------------------------------ the registry
+
+
+def test_the_registry_has_cases_of_every_kind():
+    for group, kinds in KINDS.items():
+        found = {case.kind for case in CASES if case.group == group}
+        assert found == set(kinds)
+    assert len([case for case in CASES if case.group == SILENT]) >= 40
+    assert len([case for case in CASES if case.group == HANG]) >= 20
+    assert any(case.held_out for case in CASES)
+
+
+def test_each_folder_is_in_the_registry():
+    folders = {path.name for path in (FOLDER / "cases").iterdir()}
+    assert folders == {case.name for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_scripts_are_small_and_differ_in_few_lines(case):
+    texts = [case.script(twin).read_text() for twin in TWINS]
+    for text in texts:
+        compile(text, "train.py", "exec")
+        assert 20 <= text.count("\n") <= 80
+        assert case.name not in text
+    changed = [line for line in difflib.ndiff(*map(str.splitlines, texts))
+               if line.startswith(("-", "+"))]
+    assert 1 <= len(changed) <= 16
+
+
+def test_the_schema_describes_the_registry():
+    schema = json.loads((FOLDER / "schema.json").read_text())
+    entry = schema["properties"]["cases"]["items"]
+    assert set(entry["properties"]) == set(entry["required"]) == set(FIELDS)
+    kinds = {kind for kinds in KINDS.values() for kind in kinds}
+    assert set(entry["properties"]["kind"]["enum"]) == kinds
+    assert set(entry["properties"]["group"]["enum"]) == set(KINDS)
+
+
+def copy_registry(folder, **changes):
+    """Write a registry with one case, some fields of which are changed."""
+    document = json.loads((FOLDER / "registry.json").read_text())
+    entry = {**document["cases"][0], **changes}
+    document["cases"] = [{key: value for key, value in entry.items()
+                          if value is not None}]
+    (folder / "registry.json").write_text(json.dumps(document))
+    name = document["cases"][0].get("name", "x")
+    shutil.copytree(FOLDER / "cases" / CASES[0].name, folder / "cases" / name,
+                    dirs_exist_ok=True)
+
+
+def test_a_copied_registry_is_read(tmp_path):
+    copy_registry(tmp_path)
+    assert load(tmp_path) == [CASES[0]]
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    *[({name: None}, f"has no {name}") for name in FIELDS if name != "name"],
+    ({"colour": "red"}, "has colour, which is no field"),
+    ({"fault": " "}, "fault is no text"), ({"names": []}, "names is empty"),
+    *[({name: "x"}, f"{name} is no list") for name in LISTS],
+    ({"kind": "deadlock"}, "deadlock is no kind of the group silent"),
+    ({"processes": 0}, "processes is no number"),
+    ({"processes": 3, "nodes": 2}, "cannot be divided"),
+    ({"held_out": 1}, "held_out is not true or false"),
+    ({"launch": "ssh"}, "ssh is no launcher"),
+    ({"report": {"repository": "a/b"}}, "not a repository and a number"),
+    ({"report": {"repository": "b", "number": 1}}, "no owner/name"),
+    ({"report": {"repository": "a/b", "number": 0}}, "no number")])
+def test_an_entry_that_is_not_complete_is_named(changes, says, tmp_path):
+    copy_registry(tmp_path, **changes)
+    with pytest.raises(UserError, match=says) as error:
+        load(tmp_path)
+    assert "\n" not in str(error.value) and "fix:" in str(error.value)
+
+
+def test_a_missing_script_or_registry_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"has no registry\.json.*fix: clone"):
+        find_folder(str(tmp_path))
+    copy_registry(tmp_path)
+    (tmp_path / "cases" / CASES[0].name / "right.py").unlink()
+    with pytest.raises(UserError, match=r"has no right\.py"):
+        load(tmp_path)
+    (tmp_path / "registry.json").write_text("{")
+    with pytest.raises(UserError, match="is no JSON"):
+        load(tmp_path)
+    (tmp_path / "registry.json").write_text('{"schema": 0}')
+    with pytest.raises(UserError, match="has not schema 1"):
+        load(tmp_path)
+
+
+def test_cases_are_selected_by_name_kind_and_group():
+    assert select(CASES, []) == CASES
+    assert select(CASES, ["no-sampler", "data"])[0].name == "no-sampler"
+    assert {case.kind for case in select(CASES, ["RNG"])} == {"RNG"}
+    assert {case.group for case in select(CASES, [HANG])} == {HANG}
+    with pytest.raises(UserError, match="no case is called colours"):
+        select(CASES, ["colours"])
+
+
+# --------------------------------------------------------------- the twins
+
+
+@pytest.mark.parametrize("case", make_params(SILENT))
+def test_the_twins_compute_something_else(case):
+    """And a twin that is run again computes the same."""
+    needs(*case.needs)
+    right, again = twins.run_twin(case, "right"), twins.run_twin(case, "right")
+    wrong = twins.run_twin(case, "wrong")
+    for run in right, again, wrong:
+        assert run.ended, run.output
+        assert run.losses
+    assert not twins.find_differences(right, again)
+    assert twins.find_differences(right, wrong)
+
+
+@pytest.mark.parametrize("case", make_params(HANG))
+def test_one_twin_ends_and_the_other_hangs_or_dies(case):
+    needs(*case.needs)
+    right = twins.run_twin(case, "right")
+    assert right.ended, right.output
+    assert not twins.run_twin(case, "wrong", limit=HUNG).ended
+
+
+def observe(norms=((1.0, 2.0),), losses=(3.0,), files=("a.txt",)):
+    """Return a run in which rank 0 has done this."""
+    seen = twins.Observation([list(one) for one in norms], list(files))
+    return twins.TwinRun([0], list(losses), [seen], "")
+
+
+@pytest.mark.parametrize(("changes", "found"), [
+    ({}, []), ({"norms": ((1.0, 2.0 + 1e-7),)}, []),
+    ({"norms": ((1.0, 2.001),)}, ["weights"]),
+    ({"norms": ((1.0,),)}, ["weights"]), ({"losses": (3.1,)}, ["losses"]),
+    ({"losses": (float("nan"),)}, ["losses"]), ({"files": ()}, ["files"])])
+def test_what_differs_between_two_runs(changes, found):
+    assert twins.find_differences(observe(), observe(**changes)) == found
+
+
+def test_times_in_the_names_of_files_do_not_count():
+    times = 17_000_000_000, 18_000_000_000
+    names = [f"run-{number}/a.pt" for number in times]
+    same = observe(files=names[:1])
+    assert not twins.find_differences(same, observe(files=names[1:]))
+    assert twins.find_differences(same, observe(files=names)) == ["files"]
+
+
+# -------------------------------------------------------------- the scores
+
+
+CASE = next(case for case in CASES if case.name == "no-sampler")
+NAMES = Statement("all 2 ranks read the same samples", is_cause=True)
+EFFECT = Statement("the losses differ")
+ELSE = Statement("the optimizer is another one", is_cause=True)
+WARNING = Statement("the optimizer is another one", is_warning=True,
+                    is_cause=True)
+NO_ANSWER = Statement("it could not be run", is_problem=False)
+
+
+@pytest.mark.parametrize(("wrong", "right", "expected"), [
+    ([NAMES], [], Score.NAMED), ([EFFECT, NAMES], [], Score.NAMED),
+    ([WARNING, NAMES], [], Score.NAMED), ([EFFECT], [], Score.NOTICED),
+    ([], [], Score.MISSED), ([NO_ANSWER], [], Score.MISSED),
+    ([WARNING], [], Score.MISSED), ([ELSE, NAMES], [], Score.FALSE),
+    ([NAMES, ELSE], [], Score.NAMED), ([NAMES], [EFFECT], Score.FALSE),
+    ([NAMES], [WARNING], Score.NAMED), ([NAMES], [NO_ANSWER], Score.NAMED)])
+def test_what_answers_are_worth(wrong, right, expected):
+    found = score(CASE, Answer(tuple(wrong), 0.0), Answer(tuple(right), 0.0))
+    assert found.score is expected
+    assert found.false_warnings == right.count(WARNING)
+
+
+def test_a_consequence_is_not_a_wrong_reason():
+    case = next(case for case in CASES if case.name == "around-the-wrapper")
+    follows = Statement("the weights of rank 1 are not rank 0's",
+                        is_cause=True)
+    found = score(case, Answer((follows,), 0.0), Answer((), 0.0))
+    assert found.score is Score.NOTICED
+
+
+def test_the_questions_of_verify_that_give_no_reason_exist():
+    from rankcheck.verification.questions import QUESTIONS
+
+    assert {question.title for question in QUESTIONS} >= tools.EFFECTS
+
+
+@pytest.mark.parametrize(("text", "status", "says", "is_cause"), [
+    ('File "/x/train.py", line 7, in reduce\n  dist.all_reduce(x)\n'
+     "RuntimeError: Detected mismatch between collectives on ranks. Rank 0 "
+     "...", 1, r"rank 1 in line 7, in reduce: dist\.all_reduce\(x\): "
+     "Detected mismatch", True),
+    ("RuntimeError: Rank 0 failed to pass monitoredBarrier in 9 ms", 1,
+     "rank 1: .*failed to pass monitoredBarrier", False),
+    ("ValueError: no label", 1, "rank 1: ValueError: no label", True),
+    ("", -9, "rank 1: ended by SIGKILL", True),
+    ("", -6, "rank 1: ended by SIGABRT", False),
+    ("", None, "rank 1: still runs", False)])
+def test_what_a_log_says(text, status, says, is_cause):
+    import re
+
+    from rankcheck.engine.ranks import Rank
+
+    found = tools.describe_end(1, Rank(status, "", text))
+    assert re.match(says, found.text) and found.is_cause is is_cause
+    assert tools.describe_end(1, Rank(0, text, "")) is None
+
+
+@pytest.mark.table
+def test_the_loss_curve_is_noticed_by_its_own_rule():
+    curve = tools.LossCurve()
+    case = next(case for case in CASES if case.name == "sharded-twice")
+    found = score(case, curve.ask(case, "wrong"), curve.ask(case, "right"))
+    assert found.score is Score.NOTICED, found
+
+
+# ------------------------------------------------------------- the command
+
+
+def make_row(case, tool, value, **more):
+    return Row(case.name, case.group, case.kind, case.held_out, tool, value,
+               "", False, more.pop("warnings", 0), 1.0,
+               more.pop("wrong", []), [])
+
+
+def make_results():
+    rows = [make_row(CASE, "a", "named", wrong=[NAMES], warnings=2),
+            make_row(CASE, "b", "not applicable")]
+    return Results("2026-11-29T00:00:00+00:00", {"a": "1"}, 2, 3.0, rows)
+
+
+def test_results_are_read_as_they_were_written(tmp_path):
+    file = tmp_path / "results.json"
+    results.write(make_results(), file)
+    assert results.read(file) == make_results()
+    assert json.loads(file.read_text())["schema"] == results.SCHEMA
+    file.write_text("{}")
+    with pytest.raises(UserError, match="has no results of the bench"):
+        results.read(file)
+
+
+def test_the_tables():
+    table = results.make_table(make_results())
+    assert ("| a, silent errors | 1 | 1 | 0 | 0 | 0 | 0 | 0 of 0 | 2 |"
+            in table)
+    assert ("| b, silent errors | 1 | 0 | 0 | 0 | 0 | 1 | 0 of 0 | 0 |"
+            in table)
+    assert "| data | 1 | 1 named |" in table
+
+
+def test_results_are_scored_again(tmp_path, capsys):
+    """With the registry's present words."""
+    old = make_results()
+    old.rows[0] = make_row(CASE, "a", "missed", wrong=[NAMES])
+    file = tmp_path / "results.json"
+    results.write(old, file)
+    assert command.run(["--table", str(file)]) == 0
+    assert "| a, silent errors | 1 | 1 |" in capsys.readouterr().out
+
+
+def test_the_cases_are_listed(capsys):
+    assert command.run(["--list", "RNG"]) == 0
+    out = capsys.readouterr().out
+    assert "noise-alike: RNG, Robbyant/lingbot-vla-v2#41." in out
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["--tool", "magic"], "there is no tool magic"),
+    (["--jobs", "0"], "--jobs is 1 or more"),
+    (["--cases", "nowhere"], "nowhere has no registry"),
+    (["colours"], "no case is called colours")])
+def test_an_error_is_one_line(words, says):
+    with pytest.raises(UserError, match=says) as error:
+        command.run(words)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.whole
+def test_rankcheck_is_asked_by_its_commands(tmp_path):
+    """About a silent error and about a death, and both right twins."""
+    file = tmp_path / "results.json"
+    end = python(tmp_path, "-m", "rankcheck.bench", "--tool", "rankcheck",
+                 "--json", file, "divided-by-world-size", "killed-for-memory",
+                 PYTHONPATH=str(HOUSE / "src"))
+    assert end.returncode == 0, end.stderr
+    found = results.read(file)
+    assert [row.score for row in found.rows] == ["named", "named"], found
+    assert found.versions["rankcheck"] and sys.version_info >= (3, 10)
