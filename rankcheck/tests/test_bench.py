@@ -195,16 +195,22 @@ def test_times_in_the_names_of_files_do_not_count():
 
 CASE = next(case for case in CASES if case.name == "no-sampler")
 NAMES = Statement("all 2 ranks read the same samples", is_cause=True)
+NAMES_IN_3 = Statement("all 3 ranks read the same samples", is_warning=True)
 EFFECT = Statement("the losses differ")
 ELSE = Statement("the optimizer is another one", is_cause=True)
 WARNING = Statement("the optimizer is another one", is_warning=True,
                     is_cause=True)
-NO_ANSWER = Statement("it could not be run", is_problem=False)
+NO_ANSWER = Statement("not run: do all read the same samples?",
+                      is_problem=False)
+SHOWN = Statement("all 2 ranks read the same samples", is_problem=False,
+                  describes=True)
 
 
 @pytest.mark.parametrize(("wrong", "right", "expected"), [
     ([NAMES], [], Score.NAMED), ([EFFECT, NAMES], [], Score.NAMED),
     ([WARNING, NAMES], [], Score.NAMED), ([EFFECT], [], Score.NOTICED),
+    ([SHOWN], [], Score.NAMED), ([SHOWN], [SHOWN], Score.MISSED),
+    ([NAMES_IN_3], [SHOWN], Score.MISSED),
     ([], [], Score.MISSED), ([NO_ANSWER], [], Score.MISSED),
     ([WARNING], [], Score.MISSED), ([ELSE, NAMES], [], Score.FALSE),
     ([NAMES, ELSE], [], Score.NAMED), ([NAMES], [EFFECT], Score.FALSE),

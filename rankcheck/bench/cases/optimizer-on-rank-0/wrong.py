@@ -47,9 +47,11 @@ while step < 24:
     step += 1
     if rank == 0:
         print(f"step {step} loss {loss:.6f}", flush=True)
+    if step != 2:
+        continue
     random = [None] * size
     dist.all_gather_object(random, torch.get_rng_state())
-    if step == 2 and rank == 0:
+    if rank == 0:
         state = {"net": net.state_dict(), "step": step, "random": random,
                  "optimizer": optimizer.state_dict(),
                  "schedule": schedule.state_dict()}

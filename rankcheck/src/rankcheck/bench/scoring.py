@@ -28,12 +28,14 @@ class Statement:
         is_problem: whether it says that something is wrong.
         is_warning: whether it says so, but does not fail.
         is_cause: whether it gives a reason. "The losses differ" gives none.
+        describes: whether it says what the ranks do, and judges nothing.
     """
 
     text: str
     is_problem: bool = True
     is_warning: bool = False
     is_cause: bool = False
+    describes: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,20 @@ def score(case: Case, wrong: Answer, right: Answer) -> Result:
     """Score a tool's answers about the wrong script and about its twin.
 
     The statements count in the tool's order, as somebody reads them: a wrong
-    reason that comes first is a false answer, whatever follows.
+    reason that comes first is a false answer, whatever follows. What the tool
+    says about the right script, too, does not count.
     """
     warnings = sum(one.is_warning for one in right.statements)
     for statement in right.statements:
         if statement.is_problem and not statement.is_warning:
             return Result(Score.FALSE, f"about the right script: "
                           f"{statement.text}", False, warnings)
+    usual = {without_numbers(one) for one in right.statements
+             if one.is_problem or one.describes}
     noticed = ""
     for statement in wrong.statements:
+        if without_numbers(statement) in usual:
+            continue
         if names_fault(case, statement):
             return Result(Score.NAMED, statement.text, statement.is_warning,
                           warnings)
@@ -85,11 +92,24 @@ def score(case: Case, wrong: Answer, right: Answer) -> Result:
             noticed = noticed or statement.text
     if noticed:
         return Result(Score.NOTICED, noticed, False, warnings)
-    return Result(Score.MISSED, "nothing about it", False, warnings)
+    others = [one.text for one in wrong.statements if not one.is_problem]
+    return Result(Score.MISSED, "; ".join(others) or "nothing about it",
+                  False, warnings)
+
+
+def without_numbers(statement: Statement) -> str:
+    """Return a statement's text without the numbers, which vary."""
+    return re.sub(r"\d+", "", statement.text)
 
 
 def names_fault(case: Case, statement: Statement) -> bool:
-    """Whether a statement names the fault: all patterns match."""
+    """Whether a statement names the fault: all patterns match.
+
+    A description that does so shows the place, which is all that can be known
+    where nothing is proven.
+    """
+    if not (statement.is_problem or statement.describes):
+        return False
     return all(re.search(name, statement.text) for name in case.names)
 
 

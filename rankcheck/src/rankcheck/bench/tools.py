@@ -19,12 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from rankcheck.bench.cases import SILENT, Case, Twin
 from rankcheck.bench.scoring import Answer, Statement
 from rankcheck.bench.twins import LIMIT, TwinRun, run_twin, start
-from rankcheck.engine.ranks import Rank, free_port
+from rankcheck.engine.ranks import Rank, free_port, launch
 from rankcheck.system.errors import UserError
 from rankcheck.system.version import __version__
 
@@ -39,6 +40,7 @@ PAUSE = 0.2
 SHORT_TIMEOUT = 15  # seconds: of process groups, in place of half an hour
 SEEDS = 5  # of runs that show how far a final loss varies
 LAST = 8  # losses whose mean is the final loss
+DEVIATIONS = 3  # of a final loss that somebody would notice
 
 
 class Tool:
@@ -241,7 +243,7 @@ def read_why(records: Path) -> Statement:
     else:
         lines += [rank["text"] for rank in document["ranks"]]
     return Statement(" | ".join(lines), is_problem=is_proven,
-                     is_cause=is_proven)
+                     is_cause=is_proven, describes=not is_proven)
 
 
 # ------------------------------------------- TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -261,6 +263,14 @@ class Detail:
         distributed_c10d.default_pg_timeout = timedelta(seconds=SHORT_TIMEOUT)
 
 
+MAKES_DDP = """\
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(1, 1))
+"""
 MISMATCH = re.compile(r"Detected mismatch between collectives[^\n]*")
 ABSENT = re.compile(r"[^\n]*(?:failed to pass monitoredBarrier|"
                     r"[Tt]imed out|Connection closed by peer)[^\n]*")
@@ -277,6 +287,9 @@ class DebugDetail(Tool):
     applies = frozenset({"collective mismatch", "deadlock", "early exit",
                          "exception", "signal", "I/O"})
 
+    def __init__(self) -> None:
+        self.ends_ddp: bool | None = None
+
     def version(self) -> str:
         import torch
 
@@ -287,7 +300,25 @@ class DebugDetail(Tool):
             return "it compares collectives, not what a script computes"
         if case.kind not in self.applies:
             return "it begins with the first collective"
+        text = case.script("right").read_text("utf-8")
+        if "DistributedDataParallel" in text and self.find_ends_ddp():
+            return f"PyTorch {self.version()} ends DDP with SIGSEGV under it"
         return ""
+
+    def find_ends_ddp(self) -> bool:
+        """Whether DDP cannot be made here, whatever the script does.
+
+        This was so with PyTorch 2.13 on a CPU: SIGSEGV in DDP's constructor.
+        """
+        if self.ends_ddp is None:
+            with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+                script = Path(folder, "train.py")
+                script.write_text(MAKES_DDP, "utf-8")
+                ranks = launch(script, world_size=2, cwd=folder,
+                               timeout=LIMIT, probes=[Detail()])
+            self.ends_ddp = any(rank.status == -signal.SIGSEGV
+                                for rank in ranks)
+        return self.ends_ddp
 
     def ask(self, case: Case, twin: Twin) -> Answer:
         begin = time.monotonic()
@@ -337,7 +368,8 @@ class LossCurve(Tool):
     """Would somebody see it who knows how far the final loss varies?
 
     The final loss is compared with those of the right script with five
-    seeds. It is noticed if it is farther from their mean than all of them.
+    seeds. It is noticed if it is more than three standard deviations from
+    their mean.
     """
 
     name = "the loss curve"
@@ -358,15 +390,14 @@ class LossCurve(Tool):
                 final_loss(run_twin(case, "right", seed))
                 for seed in range(SEEDS)]
         usual = self.known[case.name]
-        mean = sum(usual) / len(usual)
-        reach = max(abs(one - mean) for one in usual)
+        mean, deviation = fmean(usual), stdev(usual)
         value = final_loss(run_twin(case, twin, SEEDS))
-        statements = []
-        if not abs(value - mean) <= reach:
-            statements.append(Statement(
-                f"the final loss is {value:.4g}, with other seeds "
-                f"{min(usual):.4g} to {max(usual):.4g}"))
-        return Answer(tuple(statements), time.monotonic() - begin)
+        is_near = abs(value - mean) <= DEVIATIONS * deviation
+        statement = Statement(
+            f"the final loss is {value:.4g}, with {SEEDS} other seeds "
+            f"{mean:.4g} with a standard deviation of {deviation:.4g}",
+            is_problem=not is_near)
+        return Answer((statement,), time.monotonic() - begin)
 
 
 def final_loss(run: TwinRun) -> float:
