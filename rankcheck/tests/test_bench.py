@@ -5,7 +5,10 @@
 
 import difflib
 import json
+import os
+import re
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -25,6 +28,7 @@ from rankcheck.bench.cases import (
 )
 from rankcheck.bench.results import Results, Row
 from rankcheck.bench.scoring import Answer, Score, Statement, score
+from rankcheck.engine.ranks import Rank
 from rankcheck.system.errors import UserError
 from rankcheck_testing.support import HOUSE, needs, python
 
@@ -209,7 +213,7 @@ SHOWN = Statement("all 2 ranks read the same samples", is_problem=False,
 @pytest.mark.parametrize(("wrong", "right", "expected"), [
     ([NAMES], [], Score.NAMED), ([EFFECT, NAMES], [], Score.NAMED),
     ([WARNING, NAMES], [], Score.NAMED), ([EFFECT], [], Score.NOTICED),
-    ([SHOWN], [], Score.NAMED), ([SHOWN], [SHOWN], Score.MISSED),
+    ([SHOWN], [], Score.NOTICED), ([SHOWN], [SHOWN], Score.MISSED),
     ([NAMES_IN_3], [SHOWN], Score.MISSED),
     ([], [], Score.MISSED), ([NO_ANSWER], [], Score.MISSED),
     ([WARNING], [], Score.MISSED), ([ELSE, NAMES], [], Score.FALSE),
@@ -219,6 +223,20 @@ def test_what_answers_are_worth(wrong, right, expected):
     found = score(CASE, Answer(tuple(wrong), 0.0), Answer(tuple(right), 0.0))
     assert found.score is expected
     assert found.false_warnings == right.count(WARNING)
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), [
+    ("lock-left-behind", "rank 0 is in time.sleep", Score.NAMED),
+    ("lock-left-behind", "rank 1 is in time.sleep", Score.NOTICED),
+    ("lock-left-behind", "rank 0 runs", Score.MISSED),
+    ("receive-without-send", "deadlock in work.wait", Score.NOTICED),
+    ("receive-without-send", "rank 0 is in work.wait", Score.NOTICED)])
+def test_what_a_description_is_worth(name, text, expected):
+    """It names a fault only where nothing can be proven."""
+    case = next(case for case in CASES if case.name == name)
+    shown = Statement(text, is_problem=False, describes=True)
+    found = score(case, Answer((shown,), 0.0), Answer((), 0.0))
+    assert found.score is expected
 
 
 def test_a_consequence_is_not_a_wrong_reason():
@@ -247,13 +265,33 @@ def test_the_questions_of_verify_that_give_no_reason_exist():
     ("", -6, "rank 1: ended by SIGABRT", False),
     ("", None, "rank 1: still runs", False)])
 def test_what_a_log_says(text, status, says, is_cause):
-    import re
-
-    from rankcheck.engine.ranks import Rank
-
     found = tools.describe_end(1, Rank(status, "", text))
     assert re.match(says, found.text) and found.is_cause is is_cause
     assert tools.describe_end(1, Rank(0, text, "")) is None
+
+
+def test_a_stack_is_read_by_its_innermost_line(tmp_path):
+    (tmp_path / "train.py").write_text("def load():\n    wait()\nload()\n")
+    frames = [{"short_filename": "queue.py", "name": "get", "line": 9},
+              {"short_filename": "train.py", "name": "load", "line": 2},
+              {"short_filename": "train.py", "name": "<module>", "line": 3}]
+    found = tools.find_stand(frames, 1, tmp_path)
+    assert str(found) == "rank 1 is in line 2, in load: wait()"
+    assert tools.find_stand(frames[:1], 1, tmp_path) is None
+
+
+def test_a_process_is_found_by_its_folder_and_its_rank(tmp_path):
+    code = "import sys; print('ready', flush=True); sys.stdin.read()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, "RANK": "3"})
+    with child:
+        assert child.stdout.readline() == "ready\n"
+        assert tools.processes_in(tmp_path) == [child.pid]
+        assert tools.read_rank(child.pid, 0) == 3
+        child.stdin.close()
+    assert not tools.processes_in(tmp_path)
 
 
 @pytest.mark.table
@@ -335,4 +373,4 @@ def test_rankcheck_is_asked_by_its_commands(tmp_path):
     assert end.returncode == 0, end.stderr
     found = results.read(file)
     assert [row.score for row in found.rows] == ["named", "named"], found
-    assert found.versions["rankcheck"] and sys.version_info >= (3, 10)
+    assert found.versions["rankcheck"] and found.cores

@@ -27,8 +27,7 @@ def train_step(batch):
 
 def validate(model):
     """Return the error of a model on the validation set."""
-    with torch.no_grad():
-        return model(torch.randn(4, 8)).square().mean().item()
+    return model(torch.randn(4, 8)).square().mean().item()
 
 
 for step in range(60):

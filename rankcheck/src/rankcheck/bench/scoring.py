@@ -8,6 +8,9 @@ from enum import Enum
 
 from rankcheck.bench.cases import Case
 
+# Of these nothing can be proven: the rank and its line are the answer
+OBSERVED = frozenset({"I/O"})
+
 
 class Score(Enum):
     """How good a tool's answer is, the best first."""
@@ -28,7 +31,7 @@ class Statement:
         is_problem: whether it says that something is wrong.
         is_warning: whether it says so, but does not fail.
         is_cause: whether it gives a reason. "The losses differ" gives none.
-        describes: whether it says what the ranks do, and judges nothing.
+        describes: whether it only says where the ranks are.
     """
 
     text: str
@@ -79,9 +82,12 @@ def score(case: Case, wrong: Answer, right: Answer) -> Result:
     for statement in wrong.statements:
         if without_numbers(statement) in usual:
             continue
-        if names_fault(case, statement):
+        names = names_fault(case, statement)
+        if names and (case.kind in OBSERVED or not statement.describes):
             return Result(Score.NAMED, statement.text, statement.is_warning,
                           warnings)
+        if names or shows_place(case, statement):
+            noticed = noticed or statement.text
         if not statement.is_problem:
             continue
         follows = is_consequence(case, statement)
@@ -103,14 +109,16 @@ def without_numbers(statement: Statement) -> str:
 
 
 def names_fault(case: Case, statement: Statement) -> bool:
-    """Whether a statement names the fault: all patterns match.
-
-    A description that does so shows the place, which is all that can be known
-    where nothing is proven.
-    """
+    """Whether a statement names the fault: all patterns match."""
     if not (statement.is_problem or statement.describes):
         return False
     return all(re.search(name, statement.text) for name in case.names)
+
+
+def shows_place(case: Case, statement: Statement) -> bool:
+    """Whether a description matches all patterns but the first, the kind."""
+    return statement.describes and len(case.names) > 1 and all(
+        re.search(name, statement.text) for name in case.names[1:])
 
 
 def is_consequence(case: Case, statement: Statement) -> bool:

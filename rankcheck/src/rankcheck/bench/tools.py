@@ -26,6 +26,7 @@ from rankcheck.bench.cases import SILENT, Case, Twin
 from rankcheck.bench.scoring import Answer, Statement
 from rankcheck.bench.twins import LIMIT, TwinRun, run_twin, start
 from rankcheck.engine.ranks import Rank, free_port, launch
+from rankcheck.system import proc
 from rankcheck.system.errors import UserError
 from rankcheck.system.version import __version__
 
@@ -37,6 +38,8 @@ FIRST_ASKED = 8.0  # seconds after all ranks of a job have been seen
 ASKED_AGAIN = 6.0  # seconds between two questions about a job
 GIVEN_UP = 45.0  # seconds in which `why` has to name a fault
 PAUSE = 0.2
+LOOKED_AT = 40.0  # seconds after a job's start, on a busy machine
+BETWEEN = 3.0  # seconds between two dumps of stacks
 SHORT_TIMEOUT = 15  # seconds: of process groups, in place of half an hour
 SEEDS = 5  # of runs that show how far a final loss varies
 LAST = 8  # losses whose mean is the final loss
@@ -142,7 +145,8 @@ def ask_why(case: Case, folder: Path) -> Answer:
     records = folder / "records"
     begin = time.monotonic()
     statements: list[Statement] = []
-    with started(case, folder, records) as job:
+    why = [sys.executable, "-m", "rankcheck", "why", "run", "--"]
+    with started([*why, *launch_words(case)], folder, records) as job:
         joined = None
         while job.poll() is None:
             time.sleep(PAUSE)
@@ -166,14 +170,13 @@ def ask_why(case: Case, folder: Path) -> Answer:
 
 
 @contextmanager
-def started(case: Case, folder: Path, records: Path
+def started(words: Sequence[str], folder: Path, records: Path
             ) -> Iterator[subprocess.Popen[bytes]]:
     """A job that runs, in a session of its own; it is ended afterwards."""
     with open(folder / "log", "wb") as log:
         job = subprocess.Popen(
-            [sys.executable, "-m", "rankcheck", "why", "run", "--",
-             *launch_words(case)], cwd=folder, stdin=subprocess.DEVNULL,
-            stdout=log, stderr=log, start_new_session=True,
+            words, cwd=folder, stdin=subprocess.DEVNULL, stdout=log,
+            stderr=log, start_new_session=True,
             env=quiet_environment(RANKCHECK_WHY=str(records)))
         try:
             yield job
@@ -183,20 +186,23 @@ def started(case: Case, folder: Path, records: Path
                     os.killpg(job.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     job.wait(3)
-            end_recorded(records)
+            for pid in processes_in(folder):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
-def end_recorded(records: Path) -> None:
-    """End the ranks that have left a record and still run.
+def processes_in(folder: Path) -> list[int]:
+    """Return the processes whose current folder is this one.
 
-    A launcher gives each rank a session of its own.
+    A launcher gives each rank a session of its own, so these are found by
+    their folder, which no other job has.
     """
-    for file in records.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            pid = int(json.loads(file.read_text())["pid"])
-            place = os.readlink(f"/proc/{pid}/cwd")
-            if place == str(records.parent):
-                os.kill(pid, signal.SIGKILL)
+    found = []
+    for pid in proc.list_processes():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/cwd") == str(folder):
+                found.append(int(pid))
+    return found
 
 
 def launch_words(case: Case) -> list[str]:
@@ -244,6 +250,102 @@ def read_why(records: Path) -> Statement:
         lines += [rank["text"] for rank in document["ranks"]]
     return Statement(" | ".join(lines), is_problem=is_proven,
                      is_cause=is_proven, describes=not is_proven)
+
+
+# ------------------------------------------------------------ py-spy dump
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a rank is: its innermost line of the script."""
+
+    rank: int
+    line: int
+    function: str
+    code: str
+
+    def __str__(self) -> str:
+        return (f"rank {self.rank} is in line {self.line}, in "
+                f"{self.function}: {self.code}")
+
+
+class PySpy(Tool):
+    """`py-spy dump` of all ranks, read by a rule.
+
+    If each rank is in the same line in two dumps, the job hangs, and these
+    lines are the answer.
+    """
+
+    name = "py-spy dump"
+    concurrent = True
+
+    def version(self) -> str:
+        if shutil.which("py-spy") is None:
+            return "not installed"
+        done = subprocess.run(["py-spy", "--version"], text=True,
+                              capture_output=True, check=False)
+        return done.stdout.strip()
+
+    def why_not(self, case: Case) -> str:
+        if case.group == SILENT:
+            return "it shows stacks, not what a script computes"
+        if shutil.which("py-spy") is None:
+            return "py-spy is not installed"
+        return ""
+
+    def ask(self, case: Case, twin: Twin) -> Answer:
+        begin = time.monotonic()
+        statements: list[Statement] = []
+        with copy_of(case, twin) as folder, started(
+                launch_words(case), folder, folder) as job:
+            end = begin + LOOKED_AT
+            while job.poll() is None and time.monotonic() < end:
+                time.sleep(PAUSE)
+            first = read_stacks(folder)
+            if first:
+                time.sleep(BETWEEN)
+                if job.poll() is None and read_stacks(folder) == first:
+                    text = "; ".join(map(str, first))
+                    statements = [Statement(text, describes=True)]
+        return Answer(tuple(statements), time.monotonic() - begin)
+
+
+def read_stacks(folder: Path) -> list[Stand]:
+    """Return where each process of a job is that runs the script."""
+    found = []
+    for number, pid in enumerate(sorted(processes_in(folder))):
+        done = subprocess.run(
+            ["py-spy", "dump", "--json", "--pid", str(pid)], text=True,
+            capture_output=True, check=False)
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            frames = json.loads(done.stdout)[0]["frames"]
+            stand = find_stand(frames, read_rank(pid, number), folder)
+            if stand is not None:
+                found.append(stand)
+    return sorted(found, key=lambda stand: stand.rank)
+
+
+def find_stand(frames: Sequence[Mapping[str, Any]], rank: int, folder: Path
+               ) -> Stand | None:
+    """Return the innermost line of the script among frames, if there is one.
+    """
+    lines = (folder / "train.py").read_text("utf-8").splitlines()
+    for frame in frames:
+        if frame["short_filename"] == "train.py":
+            number = int(frame["line"])
+            return Stand(rank, number, str(frame["name"]),
+                         lines[number - 1].strip())
+    return None
+
+
+def read_rank(pid: int, otherwise: int) -> int:
+    """Return the rank that a process was told."""
+    with contextlib.suppress(OSError):
+        for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            name, _, value = word.partition(b"=")
+            if name == b"RANK" and value.isdigit():
+                return int(value)
+    return otherwise
 
 
 # ------------------------------------------- TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -406,7 +508,7 @@ def final_loss(run: TwinRun) -> float:
     return sum(last) / len(last) if last else float("nan")
 
 
-TOOLS: Sequence[Tool] = (Rankcheck(), DebugDetail(), LossCurve())
+TOOLS: Sequence[Tool] = (Rankcheck(), DebugDetail(), PySpy(), LossCurve())
 
 
 def choose(names: Sequence[str]) -> list[Tool]:
