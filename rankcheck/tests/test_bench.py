@@ -329,9 +329,9 @@ def test_results_are_read_as_they_were_written(tmp_path):
 
 def test_the_tables():
     table = results.make_table(make_results())
-    assert ("| a, silent errors | 1 | 1 | 0 | 0 | 0 | 0 | 0 of 0 | 2 |"
+    assert ("| a, silent errors | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 of 0 | 2 |"
             in table)
-    assert ("| b, silent errors | 1 | 0 | 0 | 0 | 0 | 1 | 0 of 0 | 0 |"
+    assert ("| b, silent errors | 1 | 0 | 0 | 0 | 0 | 0 | 1 | 0 of 0 | 0 |"
             in table)
     assert "| data | 1 | 1 named |" in table
 
@@ -344,6 +344,15 @@ def test_results_are_scored_again(tmp_path, capsys):
     results.write(old, file)
     assert command.run(["--table", str(file)]) == 0
     assert "| a, silent errors | 1 | 1 |" in capsys.readouterr().out
+
+
+def test_the_last_of_several_answers_counts():
+    first = make_results()
+    again = Results("2026-11-30T00:00:00+00:00", {"b": "2"}, 2, 4.0,
+                    [make_row(CASE, "a", "named")])
+    merged = command.merge([first, again], CASES)
+    assert [row.score for row in merged.rows] == ["missed", "not applicable"]
+    assert merged.versions == {"a": "1", "b": "2"} and merged.seconds == 7.0
 
 
 def test_the_cases_are_listed(capsys):

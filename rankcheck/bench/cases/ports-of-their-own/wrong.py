@@ -4,14 +4,20 @@ Start it with torchrun, as 2 processes.
 """
 
 import os
+import socket
 
 import torch
 import torch.distributed as dist
 
+
+def find_free_port():
+    """Return a port that nobody uses."""
+    with socket.create_server(("", 0)) as server:
+        return str(server.getsockname()[1])
+
+
 os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-port = 17_000 + int(os.environ["MASTER_PORT"]) % 1000
-rank = int(os.environ["RANK"])
-os.environ["MASTER_PORT"] = str(port + 1000 * rank)
+os.environ["MASTER_PORT"] = find_free_port()
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 for _ in range(40):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -74,12 +75,21 @@ def run(words: Sequence[str]) -> int:
 
 
 def merge(parts: Sequence[Results], cases: Sequence[Case]) -> Results:
-    """Return results as one run, scored by what the registry says now."""
-    known = {case.name: case for case in cases}
-    versions = {name: version for part in parts
-                for name, version in part.versions.items()}
-    rows = [rescore(row, known[row.case]) for part in parts
-            for row in part.rows if row.case in known]
+    """Return results as one run, scored by what the registry says now.
+
+    If a tool was asked about a case more than once, the last answer counts.
+    """
+    versions: dict[str, str] = {}
+    last: dict[tuple[str, str], Row] = {}
+    for part in parts:
+        versions |= part.versions
+        for row in part.rows:
+            last[row.tool, row.case] = row
+    rows = []
+    for tool in dict.fromkeys(tool for tool, _ in last):
+        for case in cases:
+            if (tool, case.name) in last:
+                rows.append(rescore(last[tool, case.name], case))
     return Results(parts[0].date, versions, parts[0].cores,
                    sum(part.seconds for part in parts), rows)
 
@@ -133,6 +143,8 @@ def make_row(tool: Tool, case: Case, result: Result, wrong: Answer,
 
 def main() -> None:
     """Exit with 0 if all tools were asked, else with 2."""
+    # as Ctrl-C: the jobs that it has started are ended
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(run(sys.argv[1:]))
     except UserError as error:

@@ -144,8 +144,7 @@ def tools_of(rows: Sequence[Row]) -> list[str]:
     return [*dict.fromkeys(row.tool for row in rows)]
 
 
-COLUMNS = (Score.NAMED, Score.NOTICED, Score.MISSED, Score.FALSE,
-           Score.NOT_APPLICABLE)
+COLUMNS = (Score.NOTICED, Score.MISSED, Score.FALSE, Score.NOT_APPLICABLE)
 
 
 def make_table(results: Results) -> str:
@@ -157,19 +156,21 @@ def make_table(results: Results) -> str:
 
 def make_total(results: Results) -> str:
     """Return the table of all cases of both groups."""
-    lines = ["| tool | cases | named | noticed | missed | false | not "
-             "applicable | named, held out | warnings about right scripts |",
-             "|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
+    lines = ["| tool | cases | named | by a warning only | noticed | missed "
+             "| false | not applicable | named, held out | warnings about "
+             "right scripts |",
+             "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"]
     for group in KINDS:
         rows = [row for row in results.rows if row.group == group]
         title = "silent errors" if group == SILENT else "hangs and deaths"
         for tool in tools_of(rows):
             counts = count(rows, tool, title)
             held = count([row for row in rows if row.held_out], tool, title)
-            warnings = sum(row.false_warnings for row in rows
-                           if row.tool == tool)
-            cells = [f"{tool}, {title}", str(len(rows) // len(
-                tools_of(rows)))]
+            mine = [row for row in rows if row.tool == tool]
+            warnings = sum(row.false_warnings for row in mine)
+            by_warning = sum(row.by_warning for row in mine)
+            cells = [f"{tool}, {title}", str(len(mine)),
+                     str(counts.numbers[Score.NAMED]), str(by_warning)]
             cells += [str(counts.numbers[one]) for one in COLUMNS]
             cells += [f"{held.numbers[Score.NAMED]} of {held.applied}",
                       str(warnings)]
@@ -182,7 +183,7 @@ def make_group(results: Results, group: str) -> str:
     rows = [row for row in results.rows if row.group == group]
     tools = [tool for tool in tools_of(rows) if count(
         rows, tool, "").applied]
-    if not rows:
+    if not tools:
         return ""
     lines = [f"| kind | cases | {' | '.join(tools)} |",
              f"|---|---:|{'---|' * len(tools)}"]

@@ -112,15 +112,20 @@ def names_fault(case: Case, statement: Statement) -> bool:
     """Whether a statement names the fault: all patterns match."""
     if not (statement.is_problem or statement.describes):
         return False
-    return all(re.search(name, statement.text) for name in case.names)
+    return all(found(name, statement) for name in case.names)
 
 
 def shows_place(case: Case, statement: Statement) -> bool:
     """Whether a description matches all patterns but the first, the kind."""
     return statement.describes and len(case.names) > 1 and all(
-        re.search(name, statement.text) for name in case.names[1:])
+        found(name, statement) for name in case.names[1:])
 
 
 def is_consequence(case: Case, statement: Statement) -> bool:
     """Whether a statement is true of the fault, but not its cause."""
-    return any(re.search(one, statement.text) for one in case.follows)
+    return any(found(one, statement) for one in case.follows)
+
+
+def found(pattern: str, statement: Statement) -> bool:
+    """Whether a statement matches, in upper or lower case."""
+    return bool(re.search(pattern, statement.text, re.IGNORECASE))
