@@ -50,8 +50,12 @@ class Case:
         report: the public report that it follows.
         fault: what is wrong, in a sentence.
         answer: what a right answer has to name.
+        kinds: the kinds of a tool's finding that name it, where the tool's
+            document has kinds: then no word is looked at for the kind.
+        ranks: the ranks that are at fault, in the same way; empty: all, or
+            the place is another one.
         names: regular expressions; a statement that names the fault matches
-            all of them.
+            all of them, first the kind, then the place.
         follows: regular expressions; a statement that matches one of them
             is true of the wrong script, but not its cause.
         processes: the number of ranks.
@@ -71,6 +75,8 @@ class Case:
     report: PublicReport
     fault: str
     answer: str
+    kinds: tuple[str, ...]
+    ranks: tuple[int, ...]
     names: tuple[str, ...]
     follows: tuple[str, ...]
     processes: int
@@ -90,7 +96,7 @@ class Case:
 
 TEXTS = ("name", "group", "kind", "fault", "answer", "launch")
 LAUNCHERS = ("torchrun", "python")
-LISTS = ("names", "follows", "flags", "resume", "needs")
+LISTS = ("kinds", "names", "follows", "flags", "resume", "needs")
 NUMBERS = ("processes", "nodes")
 FLAGS = ("hashes", "held_out")
 FIELDS = tuple(one.name for one in fields(Case) if one.name != "folder")
@@ -154,6 +160,9 @@ def read_case(entry: Any, folder: Path) -> Case:
         is_list = isinstance(entry[key], list) and all(
             isinstance(one, str) for one in entry[key])
         require(is_list, f"{name}: {key} is no list of texts")
+    are_ranks = isinstance(entry["ranks"], list) and all(
+        type(one) is int and one >= 0 for one in entry["ranks"])
+    require(are_ranks, f"{name}: ranks is no list of ranks")
     for key in NUMBERS:
         is_number = type(entry[key]) is int and entry[key] > 0
         require(is_number, f"{name}: {key} is no number of 1 or more")
@@ -171,7 +180,8 @@ def read_case(entry: Any, folder: Path) -> Case:
     case = Case(
         name=name, group=group, kind=kind,
         report=read_report(name, entry["report"]), fault=entry["fault"],
-        answer=entry["answer"], names=tuple(entry["names"]),
+        answer=entry["answer"], kinds=tuple(entry["kinds"]),
+        ranks=tuple(entry["ranks"]), names=tuple(entry["names"]),
         follows=tuple(entry["follows"]), processes=entry["processes"],
         nodes=entry["nodes"], flags=tuple(entry["flags"]),
         resume=tuple(entry["resume"]), needs=tuple(entry["needs"]),

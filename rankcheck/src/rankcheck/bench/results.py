@@ -114,8 +114,14 @@ def read_row(values: dict[str, Any]) -> Row:
     """Return a row of the document."""
     whole = dict(values)
     for twin in TWINS:
-        whole[twin] = [Statement(**one) for one in values[twin]]
+        whole[twin] = [read_statement(one) for one in values[twin]]
     return Row(**whole)
+
+
+def read_statement(values: dict[str, Any]) -> Statement:
+    """Return a statement of the document."""
+    return Statement(**{**values, "ranks": tuple(values["ranks"]),
+                        "lines": tuple(values["lines"])})
 
 
 @dataclass(frozen=True)

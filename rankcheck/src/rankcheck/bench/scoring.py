@@ -32,6 +32,9 @@ class Statement:
         is_warning: whether it says so, but does not fail.
         is_cause: whether it gives a reason. "The losses differ" gives none.
         describes: whether it only says where the ranks are.
+        kind: the kind of finding, if the tool's document says one.
+        ranks: the ranks that it blames, if the document lists them.
+        lines: the script's lines that it names, if the document lists them.
     """
 
     text: str
@@ -39,6 +42,9 @@ class Statement:
     is_warning: bool = False
     is_cause: bool = False
     describes: bool = False
+    kind: str = ""
+    ranks: tuple[int, ...] = ()
+    lines: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,16 +115,28 @@ def without_numbers(statement: Statement) -> str:
 
 
 def names_fault(case: Case, statement: Statement) -> bool:
-    """Whether a statement names the fault: all patterns match."""
+    """Whether a statement names the fault: its kind and its place."""
     if not (statement.is_problem or statement.describes):
         return False
-    return all(found(name, statement) for name in case.names)
+    return has_kind(case, statement) and has_place(case, statement)
+
+
+def has_kind(case: Case, statement: Statement) -> bool:
+    """Whether a statement gives the right kind: by its kind, or in words."""
+    return statement.kind in case.kinds or found(case.names[0], statement)
+
+
+def has_place(case: Case, statement: Statement) -> bool:
+    """Whether a statement gives the right place: by ranks, or in words."""
+    if case.ranks and set(case.ranks) == set(statement.ranks):
+        return True
+    return all(found(name, statement) for name in case.names[1:])
 
 
 def shows_place(case: Case, statement: Statement) -> bool:
-    """Whether a description matches all patterns but the first, the kind."""
-    return statement.describes and len(case.names) > 1 and all(
-        found(name, statement) for name in case.names[1:])
+    """Whether a description gives the right place, if not the kind."""
+    has_any = bool(case.ranks) or len(case.names) > 1
+    return statement.describes and has_any and has_place(case, statement)
 
 
 def is_consequence(case: Case, statement: Statement) -> bool:

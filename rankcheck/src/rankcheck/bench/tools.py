@@ -32,7 +32,7 @@ from rankcheck.system.version import __version__
 
 # Questions of verify whose answer says that something differs, and not why
 EFFECTS = frozenset({
-    "losses, gradients and weights are those of one process",
+    "losses, gradients and weights match the single-process run",
     "gradients and weights are equal on all ranks"})
 FIRST_ASKED = 8.0  # seconds after all ranks of a job have been seen
 ASKED_AGAIN = 6.0  # seconds between two questions about a job
@@ -135,9 +135,12 @@ def ask_verify(case: Case, folder: Path) -> Answer:
 
 def read_finding(finding: Mapping[str, Any]) -> Statement:
     """Return a finding of verify as a statement."""
-    text = f"{finding['text']} -> {finding['advice']}"
-    return Statement(text, is_warning=finding["verdict"] == "warn",
-                     is_cause=finding["question"] not in EFFECTS)
+    return Statement(
+        f"{finding['text']} -> {finding['advice']}",
+        is_warning=finding["verdict"] == "warn",
+        is_cause=finding["question"] not in EFFECTS,
+        kind=finding["kind"] or "", ranks=tuple(finding["ranks"]),
+        lines=tuple(place["line"] for place in finding["places"]))
 
 
 def ask_why(case: Case, folder: Path) -> Answer:
@@ -249,7 +252,9 @@ def read_why(records: Path) -> Statement:
     else:
         lines += [rank["text"] for rank in document["ranks"]]
     return Statement(" | ".join(lines), is_problem=is_proven,
-                     is_cause=is_proven, describes=not is_proven)
+                     is_cause=is_proven, describes=not is_proven,
+                     kind=document["kind"] or "",
+                     ranks=tuple(document["blamed"]))
 
 
 # ------------------------------------------------------------ py-spy dump

@@ -1,0 +1,77 @@
+"""Train parts of layers; save each rank's, and resume with --resume.
+
+Start it with torchrun, as 2 processes.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss, relu
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+seed = int(os.environ.get("SEED", "0"))
+
+fixed = torch.Generator().manual_seed(5)
+inputs = torch.randn(512, 12, generator=fixed)
+targets = inputs @ torch.randn(12, 4, generator=fixed)
+
+
+class Sum(torch.autograd.Function):
+    """The sum over all ranks; its gradient goes to each of them."""
+
+    @staticmethod
+    def forward(ctx, part):
+        total = part.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class MLP(nn.Module):
+    """Each rank has a part of the hidden layer."""
+
+    def __init__(self):
+        super().__init__()
+        part = 32 // size
+        self.up = nn.Linear(12, part, bias=False)
+        self.down = nn.Linear(part, 4, bias=False)
+        up = nn.Linear(12, 32, bias=False).weight.data
+        down = nn.Linear(32, 4, bias=False).weight.data
+        mine = slice(part * rank, part * rank + part)
+        self.up.weight.data.copy_(up[mine])
+        self.down.weight.data.copy_(down[:, mine])
+
+    def forward(self, x):
+        return Sum.apply(self.down(relu(self.up(x))))
+
+
+torch.manual_seed(seed)
+model = MLP()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+path, begin = f"{sys.argv[1]}-{rank}.pt", 0
+if "--resume" in sys.argv:
+    state = torch.load(path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    begin = 2
+for step in range(begin, 48):
+    rows = torch.arange(32 * step, 32 * step + 32) % 512
+    loss = mse_loss(model(inputs[rows]), targets[rows])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if rank == 0:
+        print(f"step {step} loss {loss:.6f}", flush=True)
+    if step == 1:
+        saved = [{"model": model.state_dict(),
+                  "optimizer": optimizer.state_dict()}]
+        dist.broadcast_object_list(saved)
+        torch.save(saved[0], path)
+dist.destroy_process_group()

@@ -1,0 +1,46 @@
+"""Train a small regression model with DistributedDataParallel.
+
+Start it with torchrun, as 2 processes.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+seed = int(os.environ.get("SEED", "0"))
+
+fixed = torch.Generator().manual_seed(5)
+inputs = torch.randn(512, 12, generator=fixed)
+targets = inputs @ torch.randn(12, 4, generator=fixed)
+data = TensorDataset(inputs, targets)
+sampler = DistributedSampler(data, seed=seed)
+loader = DataLoader(data, batch_size=32 // size, sampler=sampler)
+
+torch.manual_seed(seed)
+net = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 4))
+model = DDP(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-1)
+step = 0
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        loss = mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        grads = [weight.grad for weight in model.parameters()]
+        square = torch.stack([grad.norm() for grad in grads]).square().sum()
+        for grad in grads:
+            grad.mul_((0.5 / square.sqrt()).clamp(max=1.0))
+        optimizer.step()
+        if rank == 0:
+            print(f"epoch {epoch} step {step} loss {loss:.6f}", flush=True)
+        step += 1
+dist.destroy_process_group()
