@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from rankcheck.bench import __main__ as command
-from rankcheck.bench import results, tools, twins
+from rankcheck.bench import asking, peers, results, tools, twins
 from rankcheck.bench.cases import (
     FIELDS,
     HANG,
@@ -26,6 +26,7 @@ from rankcheck.bench.cases import (
     load,
     select,
 )
+from rankcheck.bench.choice import TOOLS, choose
 from rankcheck.bench.results import Results, Row
 from rankcheck.bench.scoring import Answer, Score, Statement, score
 from rankcheck.engine.ranks import Rank
@@ -320,6 +321,81 @@ def test_a_process_is_found_by_its_folder_and_its_rank(tmp_path):
     assert not tools.processes_in(tmp_path)
 
 
+MISMATCH = ("error msg: Culprit rank 1; Error type: COLLECTIVE_TYPE_MISMATCH,"
+            " Expected collective type: 'broadcast'")
+
+
+@pytest.mark.parametrize(("text", "status", "says", "ranks", "is_cause"), [
+    (f"x\n{MISMATCH}\ny", 0, MISMATCH, (1,), True),
+    ("missing ranks: {0, 3}", 0, "missing ranks: {0, 3}", (0, 3), False),
+    ("KeyError: 'pg'", 1, "it ended with an error: KeyError: 'pg'", (),
+     False)])
+def test_what_torchfrtrace_says(text, status, says, ranks, is_cause):
+    [found] = peers.read_trace(text, status)
+    assert (found.text, found.ranks, found.is_cause) == (
+        says, ranks, is_cause)
+    assert found.is_problem is (status == 0)
+    assert not peers.read_trace("all is well", 0)
+
+
+@pytest.mark.table
+def test_torchfrtrace_is_asked_about_dumps_of_gloo():
+    case = next(case for case in CASES if case.name == "log-folder-on-rank-0")
+    row = asking.try_case(peers.FlightRecorder(), case)
+    assert row.score == "named", row
+    assert row.wrong[0].kind == "collective mismatch"
+    assert not row.right
+
+
+def test_invariants_that_are_violated_are_read_once(tmp_path):
+    folder = tmp_path / "checked"
+    folder.mkdir()
+    line = '  "text_description": "weights are equal",'
+    (folder / "failed_0.log").write_text(f"{{\n{line}\n{line}\n}}\n")
+    [found] = peers.read_failures(folder)
+    assert "weights are equal" in found.text and not found.is_cause
+
+
+def test_a_tool_that_does_not_apply_is_never_missed():
+    for tool in TOOLS:
+        for case in CASES:
+            if tool.name != "TORCH_DISTRIBUTED_DEBUG=DETAIL" and (
+                    tool.why_not(case)):
+                assert asking.try_case(tool, case).score == "not applicable"
+
+
+def test_slow_tools_are_asked_only_if_they_are_named():
+    assert all(not tool.is_slow for tool in choose([]))
+    [slow] = [tool.name for tool in TOOLS if tool.is_slow]
+    assert [tool.name for tool in choose([slow])] == [slow]
+
+
+class Failing(tools.Tool):
+    """Cannot be run."""
+
+    name = "failing"
+
+    def why_not(self, case):
+        return ""
+
+    def ask(self, case, twin):
+        raise UserError("no such program")
+
+
+def test_a_tool_that_cannot_be_run_has_missed():
+    row = asking.try_case(Failing(), CASES[0])
+    assert (row.score, row.reason) == (
+        "missed", "could not be run: no such program")
+
+
+def test_cases_of_both_groups_take_turns():
+    groups = [case.group for case in asking.take_turns(CASES)]
+    for part in range(4):
+        some = groups[part * len(groups) // 4:][:len(groups) // 4]
+        assert set(some) == {SILENT, HANG}
+    assert sorted(groups) == sorted(case.group for case in CASES)
+
+
 @pytest.mark.table
 def test_the_loss_curve_is_noticed_by_its_own_rule():
     curve = tools.LossCurve()
@@ -340,7 +416,7 @@ def make_row(case, tool, value, **more):
 def make_results():
     rows = [make_row(CASE, "a", "named", wrong=[NAMES], warnings=2),
             make_row(CASE, "b", "not applicable")]
-    return Results("2026-11-29T00:00:00+00:00", {"a": "1"}, 2, 3.0, rows)
+    return Results("2026-11-29T00:00:00+00:00", {"a": "1"}, 2, 3.0, 4.0, rows)
 
 
 def test_results_are_read_as_they_were_written(tmp_path):
@@ -374,11 +450,12 @@ def test_results_are_scored_again(tmp_path, capsys):
 
 def test_the_last_of_several_answers_counts():
     first = make_results()
-    again = Results("2026-11-30T00:00:00+00:00", {"b": "2"}, 2, 4.0,
+    again = Results("2026-11-30T00:00:00+00:00", {"b": "2"}, 2, 4.0, 5.0,
                     [make_row(CASE, "a", "named")])
     merged = command.merge([first, again], CASES)
     assert [row.score for row in merged.rows] == ["missed", "not applicable"]
     assert merged.versions == {"a": "1", "b": "2"} and merged.seconds == 7.0
+    assert merged.cpu_seconds == 9.0
 
 
 def test_the_cases_are_listed(capsys):

@@ -7,15 +7,16 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from rankcheck.bench import results
+from rankcheck.bench.asking import try_out
 from rankcheck.bench.cases import Case, find_folder, load, select
+from rankcheck.bench.choice import TOOLS, choose
 from rankcheck.bench.results import Results, Row
-from rankcheck.bench.scoring import Answer, Result, Score, score
-from rankcheck.bench.tools import TOOLS, Tool, choose
+from rankcheck.bench.scoring import Answer, Score, score
+from rankcheck.bench.tools import Tool
 from rankcheck.system.errors import UserError
 from rankcheck.system.version import require_torch
 
@@ -38,8 +39,9 @@ def make_parser() -> argparse.ArgumentParser:
                         action="append", default=[], help="run nothing: "
                         "score the statements in a file of results again, "
                         "and print the tables; several files are one run")
-    parser.add_argument("--jobs", type=int, default=2, help="how many scripts "
-                        "a tool looks at at once, if it can (2)")
+    parser.add_argument("--jobs", type=int, default=5, help="how many scripts "
+                        "are looked at at once: most of the time a job waits "
+                        "(5)")
     parser.add_argument("--list", action="store_true", help="run nothing: "
                         "print the cases")
     return parser
@@ -63,15 +65,28 @@ def run(words: Sequence[str]) -> int:
         return 0
     require_torch()
     tools = choose(args.tool)
-    date, begin = results.begin_date(), time.monotonic()
-    rows = [row for tool in tools for row in try_out(tool, cases, args.jobs)]
-    versions = {tool.name: tool.version() for tool in tools}
-    found = Results(date, results.describe_versions(versions),
-                    results.count_cores(), time.monotonic() - begin, rows)
+    found = results.begin({tool.name: tool.version() for tool in tools})
+    begin = time.monotonic()
+    for row in try_out(tools, cases, args.jobs):
+        print(f"{row.tool}: {row.case}: {row.score}: {row.reason}",
+              file=sys.stderr, flush=True)
+        found.rows.append(row)
+        if args.json:  # after each row: a run may be interrupted
+            results.write(found, args.json)
+    found = replace(found, seconds=time.monotonic() - begin,
+                    cpu_seconds=results.count_cpu_seconds(),
+                    rows=sort_rows(found.rows, tools, cases))
     if args.json:
         results.write(found, args.json)
     print(results.make_table(found))
     return 0
+
+
+def sort_rows(rows: Sequence[Row], tools: Sequence[Tool],
+              cases: Sequence[Case]) -> list[Row]:
+    """Return rows in the order of the tools and of the cases."""
+    by_name = {(row.tool, row.case): row for row in rows}
+    return [by_name[tool.name, case.name] for tool in tools for case in cases]
 
 
 def merge(parts: Sequence[Results], cases: Sequence[Case]) -> Results:
@@ -91,7 +106,8 @@ def merge(parts: Sequence[Results], cases: Sequence[Case]) -> Results:
             if (tool, case.name) in last:
                 rows.append(rescore(last[tool, case.name], case))
     return Results(parts[0].date, versions, parts[0].cores,
-                   sum(part.seconds for part in parts), rows)
+                   sum(part.seconds for part in parts),
+                   sum(part.cpu_seconds for part in parts), rows)
 
 
 def rescore(row: Row, case: Case) -> Row:
@@ -104,41 +120,6 @@ def rescore(row: Row, case: Case) -> Row:
         row, held_out=case.held_out, kind=case.kind,
         score=result.score.value, reason=result.reason,
         by_warning=result.by_warning, false_warnings=result.false_warnings)
-
-
-def try_out(tool: Tool, cases: Sequence[Case], jobs: int) -> list[Row]:
-    """Ask a tool about cases, several at once if it can; print each score."""
-    workers = jobs if tool.concurrent else 1
-    rows = []
-    with ThreadPoolExecutor(workers) as pool:
-        for row in pool.map(lambda case: try_case(tool, case), cases):
-            print(f"{row.tool}: {row.case}: {row.score}: {row.reason}",
-                  file=sys.stderr, flush=True)
-            rows.append(row)
-    return rows
-
-
-def try_case(tool: Tool, case: Case) -> Row:
-    """Ask a tool about both scripts of a case, and score what it says."""
-    reason = tool.why_not(case)
-    if reason:
-        return make_row(tool, case, Result(Score.NOT_APPLICABLE, reason),
-                        Answer((), 0.0), Answer((), 0.0))
-    wrong = tool.ask(case, "wrong")
-    right = tool.ask(case, "right")
-    return make_row(tool, case, score(case, wrong, right), wrong, right)
-
-
-def make_row(tool: Tool, case: Case, result: Result, wrong: Answer,
-             right: Answer) -> Row:
-    """Return a row of the results."""
-    return Row(
-        case=case.name, group=case.group, kind=case.kind,
-        held_out=case.held_out, tool=tool.name, score=result.score.value,
-        reason=result.reason, by_warning=result.by_warning,
-        false_warnings=result.false_warnings,
-        seconds=round(wrong.seconds + right.seconds, 1),
-        wrong=[*wrong.statements], right=[*right.statements])
 
 
 def main() -> None:

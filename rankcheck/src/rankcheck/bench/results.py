@@ -56,13 +56,21 @@ class Results:
         versions: of what was used, by name.
         cores: of the machine.
         seconds: how long all of it took.
+        cpu_seconds: how long its processes computed, together.
     """
 
     date: str
     versions: dict[str, str]
     cores: int
     seconds: float
+    cpu_seconds: float
     rows: list[Row]
+
+
+def begin(tools: dict[str, str]) -> Results:
+    """Return the results of a run that begins now. tools: their versions."""
+    return Results(begin_date(), describe_versions(tools), count_cores(), 0.0,
+                   0.0, [])
 
 
 def describe_versions(tools: dict[str, str]) -> dict[str, str]:
@@ -83,6 +91,11 @@ def count_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def count_cpu_seconds() -> float:
+    """Return how long this process and all that have ended have computed."""
+    return sum(os.times()[:4])
 
 
 def write(results: Results, file: Path) -> None:

@@ -1,11 +1,13 @@
-"""The tools that the bench compares: what each says about a script.
+"""The tools that need PyTorch alone, and py-spy: what each says of a script.
 
-To add one, subclass `Tool` and add it to `TOOLS`; docs/bench.md says how.
+To add one, subclass `Tool` and add it to `choice.TOOLS`; docs/bench.md says
+how. A tool is asked in a process of the bench's own, one script after another.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -24,9 +26,17 @@ from typing import Any
 
 from rankcheck.bench.cases import SILENT, Case, Twin
 from rankcheck.bench.scoring import Answer, Statement
-from rankcheck.bench.twins import LIMIT, TwinRun, run_twin, start
-from rankcheck.engine.ranks import Rank, free_port, launch
+from rankcheck.bench.twins import (
+    LIMIT,
+    TwinRun,
+    begin_script,
+    empty_folder,
+    run_twin,
+    start,
+)
+from rankcheck.engine.ranks import Launch, Rank, free_port, launch
 from rankcheck.system import proc
+from rankcheck.system.command_line import Command, parse
 from rankcheck.system.errors import UserError
 from rankcheck.system.version import __version__
 
@@ -34,12 +44,13 @@ from rankcheck.system.version import __version__
 EFFECTS = frozenset({
     "losses, gradients and weights match the single-process run",
     "gradients and weights are equal on all ranks"})
+COMMANDS = {"verify": Command("rankcheck.verification.command", "")}
 FIRST_ASKED = 8.0  # seconds after all ranks of a job have been seen
 ASKED_AGAIN = 6.0  # seconds between two questions about a job
 GIVEN_UP = 45.0  # seconds in which `why` has to name a fault
 PAUSE = 0.2
-LOOKED_AT = 40.0  # seconds after a job's start, on a busy machine
-BETWEEN = 15.0  # seconds between two dumps of stacks
+LOOKED_AT = 20.0  # seconds after a job's start
+BETWEEN = 8.0  # seconds between two dumps of stacks
 SHORT_TIMEOUT = 15  # seconds: of process groups, in place of half an hour
 SEEDS = 5  # of runs that show how far a final loss varies
 LAST = 8  # losses whose mean is the final loss
@@ -51,11 +62,12 @@ class Tool:
 
     Attributes:
         name: as the table has it.
-        concurrent: whether it may be asked about several scripts at once.
+        is_slow: whether it is only asked if it is named: a run of all the
+            others has to end within 20 minutes.
     """
 
     name = ""
-    concurrent = False
+    is_slow = False
 
     def version(self) -> str:
         """Return the version of the tool."""
@@ -94,7 +106,6 @@ class Rankcheck(Tool):
     """verify for silent errors, why for hangs, each by its command."""
 
     name = "rankcheck"
-    concurrent = True
 
     def version(self) -> str:
         return __version__
@@ -110,27 +121,49 @@ class Rankcheck(Tool):
 
 
 def ask_verify(case: Case, folder: Path) -> Answer:
-    """Run `rankcheck verify` on the script in a folder."""
-    words = [sys.executable, "-m", "rankcheck", "verify", "--json", "-n",
-             str(case.processes)]
+    """Run `rankcheck verify` on the script in a folder.
+
+    It runs in this process, so that torch is imported once for all scripts.
+    """
+    words = ["verify", "--json", "-n", str(case.processes)]
     if case.resume:
         words.append(f"--resume-with={' '.join(case.resume)}")
+    words += ["--", "train.py", *case.flags]
     begin = time.monotonic()
-    done = subprocess.run(
-        [*words, "--", "train.py", *case.flags], cwd=folder, text=True,
-        capture_output=True, env=quiet_environment(), check=False)
+    said = run_here(words, folder)
     seconds = time.monotonic() - begin
     try:
-        document = json.loads(done.stdout)
+        document = json.loads(said)
     except ValueError:
         raise UserError(f"rankcheck verify has failed about {case.name}: "
-                        f"{done.stderr[-300:]}") from None
+                        f"{said[-300:]}") from None
     statements = [read_finding(finding) for finding in document["findings"]
                   if finding["verdict"] != "ok"]
     if document["status"] == 2:
         statements.append(Statement(
             f"not verified: {document['error']}", is_problem=False))
     return Answer(tuple(statements), seconds)
+
+
+def run_here(words: Sequence[str], folder: Path) -> str:
+    """Run rankcheck's command in a folder, and return what it prints."""
+    output = io.StringIO()
+    before, arguments = os.getcwd(), sys.argv
+    variables = dict(os.environ)
+    try:
+        os.chdir(folder)
+        sys.argv = ["rankcheck", *words]
+        os.environ.update(OMP_NUM_THREADS="1", SEED="0")
+        with contextlib.redirect_stdout(output), contextlib.suppress(
+                UserError):  # the document has it
+            args = parse("rankcheck", "", COMMANDS)
+            args.function(args)
+    finally:
+        os.chdir(before)
+        sys.argv = arguments
+        os.environ.clear()
+        os.environ.update(variables)
+    return output.getvalue()
 
 
 def read_finding(finding: Mapping[str, Any]) -> Statement:
@@ -282,7 +315,6 @@ class PySpy(Tool):
     """
 
     name = "py-spy dump"
-    concurrent = True
 
     def version(self) -> str:
         if shutil.which("py-spy") is None:
@@ -301,18 +333,24 @@ class PySpy(Tool):
     def ask(self, case: Case, twin: Twin) -> Answer:
         begin = time.monotonic()
         statements: list[Statement] = []
-        with copy_of(case, twin) as folder, started(
-                launch_words(case), folder, folder) as job:
-            end = begin + LOOKED_AT
-            while job.poll() is None and time.monotonic() < end:
-                time.sleep(PAUSE)
-            first = read_stacks(folder)
-            if first:
-                time.sleep(BETWEEN)
-                if job.poll() is None and read_stacks(folder) == first:
-                    text = "; ".join(map(str, first))
-                    statements = [Statement(text, describes=True)]
+        with empty_folder() as folder:
+            work = folder / "work"
+            job = begin_script(case, twin, case.flags, work, 0)
+            looked = self.look(job, work)
+            job.wait(0)
+        if looked:
+            text = "; ".join(map(str, looked))
+            statements = [Statement(text, describes=True)]
         return Answer(tuple(statements), time.monotonic() - begin)
+
+    def look(self, job: Launch, folder: Path) -> list[Stand]:
+        """Return where the ranks are if none has moved between two looks."""
+        job.wait_for_end(time.monotonic() + LOOKED_AT)
+        first = read_stacks(folder)
+        if not first:
+            return []
+        job.wait_for_end(time.monotonic() + BETWEEN)
+        return first if read_stacks(folder) == first else []
 
 
 def read_stacks(folder: Path) -> list[Stand]:
@@ -511,20 +549,3 @@ def final_loss(run: TwinRun) -> float:
     """Return the mean of a run's last losses."""
     last = run.losses[-LAST:]
     return sum(last) / len(last) if last else float("nan")
-
-
-TOOLS: Sequence[Tool] = (Rankcheck(), DebugDetail(), PySpy(), LossCurve())
-
-
-def choose(names: Sequence[str]) -> list[Tool]:
-    """Return the tools that are named, or all.
-
-    Raises:
-        UserError: if there is no such tool.
-    """
-    known = {tool.name: tool for tool in TOOLS}
-    for name in names:
-        if name not in known:
-            raise UserError(f"there is no tool {name}. fix: one of "
-                            f"{', '.join(known)}")
-    return [known[name] for name in names] or [*TOOLS]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankcheck.bench.cases import SILENT, Case, Twin
-from rankcheck.engine.ranks import Rank, launch
+from rankcheck.engine.ranks import Launch, Rank
 
 if TYPE_CHECKING:
     from rankcheck.record.recorder import Log
@@ -171,6 +171,18 @@ def start(case: Case, twin: Twin, flags: Sequence[str], folder: Path,
     """Start a script in a folder, and wait for its end.
 
     Args:
+        Others: see `begin_script`.
+        limit: seconds after which the ranks are killed.
+    """
+    return begin_script(case, twin, flags, folder, seed, probe).wait(limit)
+
+
+def begin_script(case: Case, twin: Twin, flags: Sequence[str], folder: Path,
+                 seed: int, probe: Callable[[Log], object] | None = None
+                 ) -> Launch:
+    """Start a script in a folder.
+
+    Args:
         probe: called in each rank first, in place of an `Observer`.
     """
     folder.mkdir(exist_ok=True)
@@ -185,9 +197,9 @@ def start(case: Case, twin: Twin, flags: Sequence[str], folder: Path,
         probes = [probe]
     elif case.group == SILENT:  # the others may end without a word
         probes = [Observer(str(observed))]
-    return launch(
+    return Launch(
         script, *(flag.replace("{run}", "1") for flag in flags),
-        timeout=limit, env=variables, world_size=count_processes(case),
+        env=variables, world_size=count_processes(case),
         nodes=case.nodes, cwd=str(folder), probes=probes,
         hashes=1 if case.hashes else None)
 

@@ -1,0 +1,84 @@
+"""Asks tools about cases, several at once, each in a process of a pool."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+
+from rankcheck.bench.cases import Case, Twin
+from rankcheck.bench.choice import choose
+from rankcheck.bench.results import Row
+from rankcheck.bench.scoring import Answer, Result, Score, Statement, score
+from rankcheck.bench.tools import Tool
+from rankcheck.system.errors import UserError
+
+
+def try_out(tools: Sequence[Tool], cases: Sequence[Case], jobs: int
+            ) -> Iterator[Row]:
+    """Ask tools about cases, several at once; yield each row when it is done.
+
+    Cases of the two groups come by turns: about hangs a tool waits, about
+    silent errors it computes.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        waiting: list[Future[Row]] = []
+        for case in take_turns(cases):
+            for tool in tools:
+                waiting.append(pool.submit(ask_tool, tool.name, case))
+        try:
+            for done in as_completed(waiting):
+                yield done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def take_turns(cases: Sequence[Case]) -> list[Case]:
+    """Return cases so that both groups are spread over the whole list."""
+    places: list[tuple[float, Case]] = []
+    for group in {case.group for case in cases}:
+        some = [case for case in cases if case.group == group]
+        for number, case in enumerate(some):
+            places.append((number / len(some), case))
+    return [case for _, case in sorted(places, key=lambda place: place[0])]
+
+
+def ask_tool(name: str, case: Case) -> Row:
+    """In a process of the pool: ask a tool about a case."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    [tool] = choose([name])
+    return try_case(tool, case)
+
+
+def try_case(tool: Tool, case: Case) -> Row:
+    """Ask a tool about both scripts of a case, and score what it says."""
+    reason = tool.why_not(case)
+    if reason:
+        return make_row(tool, case, Result(Score.NOT_APPLICABLE, reason),
+                        Answer((), 0.0), Answer((), 0.0))
+    wrong, right = ask_twin(tool, case, "wrong"), ask_twin(tool, case, "right")
+    return make_row(tool, case, score(case, wrong, right), wrong, right)
+
+
+def ask_twin(tool: Tool, case: Case, twin: Twin) -> Answer:
+    """Ask a tool about one script; where it fails, it says nothing."""
+    try:
+        return tool.ask(case, twin)
+    except UserError as error:
+        problem = Statement(f"could not be run: {error}", is_problem=False)
+        return Answer((problem,), 0.0)
+
+
+def make_row(tool: Tool, case: Case, result: Result, wrong: Answer,
+             right: Answer) -> Row:
+    """Return a row of the results."""
+    return Row(
+        case=case.name, group=case.group, kind=case.kind,
+        held_out=case.held_out, tool=tool.name, score=result.score.value,
+        reason=result.reason, by_warning=result.by_warning,
+        false_warnings=result.false_warnings,
+        seconds=round(wrong.seconds + right.seconds, 1),
+        wrong=[*wrong.statements], right=[*right.statements])

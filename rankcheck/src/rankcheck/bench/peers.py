@@ -1,0 +1,350 @@
+"""Tools of others: PyTorch's flight recorder, TrainCheck and spmd_types.
+
+Each is set up as its own documentation says; docs/bench.md tells how, and
+where that was not enough.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.metadata
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rankcheck.bench.cases import SILENT, Case, Twin
+from rankcheck.bench.scoring import Answer, Statement
+from rankcheck.bench.tools import Tool, copy_of, quiet_environment
+from rankcheck.bench.twins import empty_folder, start
+from rankcheck.engine.ranks import free_port
+
+STILL = 8.0  # seconds without a new collective, in place of NCCL's timeout
+POLL = 0.5
+LONGEST = 60.0  # seconds for a job whose ranks leave their records
+NO_COLLECTIVE = "it begins with the first collective"
+
+# -------------------------------------------------------- torchfrtrace
+
+
+@dataclass
+class RecordKeeper:
+    """In a rank: dumps PyTorch's flight record, as NCCL's watchdog does.
+
+    It does so when the rank has called no collective for a while, and at its
+    end. Gloo's record names no groups, and the tool reads NCCL's names only:
+    they are added here.
+    """
+
+    folder: str
+
+    def __call__(self, log: object) -> None:
+        rank = os.environ.get("RANK")
+        if rank is None:
+            return
+        groups: dict[str, dict[str, str]] = {}
+        file = Path(self.folder, f"dump_{rank}")
+
+        def dump() -> None:
+            content = read_record()
+            if content["entries"]:
+                file.write_bytes(pickle.dumps(as_nccl(content, groups)))
+
+        def watch() -> None:
+            seen, since = -1, time.monotonic()
+            while time.monotonic() - since < STILL or seen <= 0:
+                time.sleep(POLL)
+                note_groups(groups)
+                count = count_calls(read_record())
+                if count != seen:
+                    seen, since = count, time.monotonic()
+            dump()
+            os._exit(1)
+
+        atexit.register(dump)
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def read_record() -> dict[str, Any]:
+    """Return this rank's flight record."""
+    import torch
+
+    c10d: Any = torch._C._distributed_c10d
+    content = pickle.loads(c10d._dump_fr_trace(True, True, False))
+    content.setdefault("entries", [])
+    return dict(content)
+
+
+def count_calls(content: dict[str, Any]) -> int:
+    """Return how many collectives a rank has called."""
+    entries = content["entries"]
+    return int(entries[-1]["record_id"]) + 1 if entries else 0
+
+
+def note_groups(groups: dict[str, dict[str, str]]) -> None:
+    """Add the process groups that this rank knows."""
+    from torch.distributed import distributed_c10d as c10d
+
+    world = c10d._world
+    for group, ranks in list(world.pg_group_ranks.items()):
+        name = world.pg_names.get(group)
+        if name is not None:
+            description = "undefined" if groups else "default_pg"
+            groups.setdefault(str(name), {
+                "name": str(name), "desc": description,
+                "ranks": str(sorted(ranks))})
+
+
+def as_nccl(content: dict[str, Any], groups: dict[str, dict[str, str]]
+            ) -> dict[str, Any]:
+    """Return a record of gloo as one of NCCL."""
+    everyone = [*range(int(os.environ["WORLD_SIZE"]))]
+    default = {"name": "0", "desc": "default_pg", "ranks": str(everyone)}
+    content["pg_config"] = {"0": default, **groups}
+    for entry in content["entries"]:
+        entry["profiling_name"] = entry["profiling_name"].replace(
+            "gloo", "nccl")
+    return content
+
+
+CULPRIT = re.compile(r"[^\n]*Culprit rank[^\n]*")
+ABORTED = re.compile(r"[^\n]*Too many mismatches[^\n]*")
+MISSING = re.compile(r"[^\n]*missing ranks[^\n]*")
+RANKS = re.compile(r"(?:Culprit rank |missing ranks: \{)([\d, ]+)")
+
+
+class FlightRecorder(Tool):
+    """`torchfrtrace` on the dumps that the ranks have left."""
+
+    name = "torchfrtrace"
+    applies = frozenset({"collective mismatch", "deadlock", "early exit",
+                         "exception", "signal", "I/O"})
+
+    def version(self) -> str:
+        import torch
+
+        return str(torch.__version__)
+
+    def why_not(self, case: Case) -> str:
+        if case.group == SILENT:
+            return "it compares collectives, not what a script computes"
+        if case.kind not in self.applies:
+            return NO_COLLECTIVE
+        return ""
+
+    def ask(self, case: Case, twin: Twin) -> Answer:
+        begin = time.monotonic()
+        with empty_folder() as folder:
+            dumps = folder / "dumps"
+            dumps.mkdir()
+            start(case, twin, case.flags, folder / "work", 0, LONGEST,
+                  RecordKeeper(str(dumps)))
+            statements = read_dumps(dumps, case.processes)
+        return Answer(tuple(statements), time.monotonic() - begin)
+
+
+def read_dumps(folder: Path, processes: int) -> list[Statement]:
+    """Return what torchfrtrace says of the dumps in a folder."""
+    files = [*folder.glob("dump_*")]
+    if not files:
+        return [Statement("no rank has left a dump", is_problem=False)]
+    words = [sys.executable, "-m",
+             "torch.distributed.flight_recorder.fr_trace", "--prefix",
+             "dump_", str(folder)]
+    if len(files) < processes:
+        words.append("--allow-incomplete-ranks")
+    done = subprocess.run(words, text=True, capture_output=True, check=False,
+                          env=quiet_environment())
+    return read_trace(done.stdout + done.stderr, done.returncode)
+
+
+def read_trace(text: str, status: int) -> list[Statement]:
+    """Return what torchfrtrace has printed as statements."""
+    found = []
+    for pattern in CULPRIT, MISSING, ABORTED:
+        for line in dict.fromkeys(pattern.findall(text)):
+            is_culprit = pattern is CULPRIT
+            found.append(Statement(
+                shorten(line), is_cause=is_culprit,
+                kind="collective mismatch" if is_culprit else "",
+                ranks=read_ranks(line)))
+    if not found and status != 0:
+        last = text.strip().splitlines()[-1:]
+        found.append(Statement(f"it ended with an error: {''.join(last)}",
+                               is_problem=False))
+    return found
+
+
+def read_ranks(line: str) -> tuple[int, ...]:
+    """Return the ranks that a line of torchfrtrace blames."""
+    found = RANKS.search(line)
+    if found is None:
+        return ()
+    return tuple(int(number) for number in re.findall(r"\d+", found[1]))
+
+
+def shorten(line: str, most: int = 600) -> str:
+    """Return a line without what is too long to be read."""
+    line = line.strip()
+    return line if len(line) <= most else f"{line[:most]} ..."
+
+
+# ----------------------------------------------------------- TrainCheck
+
+COLLECT, INFER, CHECK = "traincheck-collect", "traincheck-infer", (
+    "traincheck-check")
+MODEL = re.compile(r"^(model|net) = ", re.MULTILINE)
+ENOUGH = 900.0  # seconds for one of its programs
+FAILED = 6  # invariants that are quoted, of those that are violated
+
+
+class TrainCheck(Tool):
+    """Invariants of the right script, checked on a run of another script.
+
+    The right script with seed 0 is the reference. The target is the wrong
+    script with the same seed, and the right one with another.
+    """
+
+    name = "TrainCheck"
+    is_slow = True
+
+    def version(self) -> str:
+        if shutil.which(COLLECT) is None:
+            return "not installed"
+        done = subprocess.run(
+            [find_python(), "-c", "from importlib import metadata; "
+             "print(metadata.version('traincheck'))"], text=True,
+            capture_output=True, check=False)
+        return done.stdout.strip()
+
+    def why_not(self, case: Case) -> str:
+        if case.group != SILENT:
+            return "it checks the trace of a run, which has to end"
+        if shutil.which(COLLECT) is None:
+            return "TrainCheck is not installed"
+        return ""
+
+    def ask(self, case: Case, twin: Twin) -> Answer:
+        begin = time.monotonic()
+        with copy_of(case, twin) as folder:
+            statements = check_traces(case, twin, folder)
+        return Answer(tuple(statements), time.monotonic() - begin)
+
+
+def find_python() -> str:
+    """Return the Python of TrainCheck's environment."""
+    found = shutil.which(COLLECT)
+    return str(Path(found or "").with_name("python"))
+
+
+def check_traces(case: Case, twin: Twin, folder: Path) -> list[Statement]:
+    """Return what TrainCheck says about the script in a folder."""
+    reference = folder / "reference"
+    reference.mkdir()
+    shutil.copyfile(case.script("right"), reference / "train.py")
+    target = folder / "target"
+    target.mkdir()
+    (folder / "train.py").rename(target / "train.py")
+    invariants = folder / "invariants.json"
+    for words in (
+            collect_words(case, reference),
+            [INFER, "-f", str(reference / "trace"), "-o", str(invariants)],
+            [*collect_words(case, target), "--invariants", str(invariants)],
+            [CHECK, "-f", str(target / "trace"), "-i", str(invariants),
+             "-o", str(folder / "checked")]):
+        seed = "1" if twin == "right" and str(target) in words[-1] else "0"
+        problem = run_program(words, folder, seed)
+        if problem:
+            return [Statement(problem, is_problem=False)]
+    return read_failures(folder / "checked")
+
+
+def collect_words(case: Case, folder: Path) -> list[str]:
+    """Return the command that traces a script, which a shell script starts.
+    """
+    tracked = MODEL.findall((folder / "train.py").read_text("utf-8"))
+    lines = ["set -e"]
+    starts: list[Sequence[str]] = [case.flags]
+    if case.resume:
+        shutil.copyfile(folder / "train.py", folder / "first.py")
+        lines.append(launch_line(case, folder / "first.py", case.flags))
+        starts = [[*case.flags, *case.resume]]
+    for flags in starts:
+        lines.append(launch_line(case, Path("./train.py"), flags))
+    script = folder / "start.sh"
+    script.write_text("\n".join(lines) + "\n")
+    return [COLLECT, "--pyscript", str(folder / "train.py"), "--shscript",
+            str(script), "--models-to-track", *(tracked[:1] or ["model"]),
+            "--output-dir", str(folder / "trace")]
+
+
+def launch_line(case: Case, script: Path, flags: Sequence[str]) -> str:
+    """Return the line of a shell script that starts a script by torchrun."""
+    words = [find_python(), "-m", "torch.distributed.run",
+             "--nproc-per-node", str(case.processes), "--master-port",
+             str(free_port()), str(script)]
+    words += [flag.replace("{run}", "1") for flag in flags]
+    return " ".join(words)
+
+
+def run_program(words: Sequence[str], folder: Path, seed: str) -> str:
+    """Run a program of TrainCheck; return what went wrong, or ""."""
+    name = Path(words[0]).name
+    try:
+        done = subprocess.run(
+            words, cwd=folder, text=True, capture_output=True, check=False,
+            timeout=ENOUGH, env=quiet_environment(SEED=seed))
+    except subprocess.TimeoutExpired:
+        return f"{name} did not end within {ENOUGH:.0f} s"
+    if done.returncode != 0:
+        last = (done.stdout + done.stderr).strip().splitlines()[-1:]
+        return f"{name} ended with an error: {shorten(''.join(last))}"
+    return ""
+
+
+def read_failures(folder: Path) -> list[Statement]:
+    """Return the invariants that TrainCheck has found violated."""
+    found = []
+    for file in sorted(folder.rglob("failed*.log")):
+        for line in file.read_text("utf-8").splitlines():
+            if '"text_description"' in line:
+                found.append(shorten(line))
+    statements = [Statement(text, is_cause=False)
+                  for text in dict.fromkeys(found)]
+    return statements[:FAILED]
+
+
+# ----------------------------------------------------------- spmd_types
+
+
+class SpmdTypes(Tool):
+    """Meta's type system for distributed tensors.
+
+    It checks code whose tensors have been given its types, and whose
+    collectives are its own: no script of the bench is written so.
+    """
+
+    name = "spmd_types"
+
+    def version(self) -> str:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version("spmd_types")
+        return "not installed"
+
+    def why_not(self, case: Case) -> str:
+        if case.group != SILENT:
+            return "it checks types of tensors, not whether ranks wait"
+        return ("it checks code that is written with its types and "
+                "collectives, and the script is not")
+
+    def ask(self, case: Case, twin: Twin) -> Answer:
+        raise NotImplementedError
