@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from rankcheck.bench import __main__ as command
-from rankcheck.bench import asking, peers, results, tools, twins
+from rankcheck.bench import asking, page, peers, results, tools, twins
 from rankcheck.bench.cases import (
     FIELDS,
     HANG,
@@ -456,6 +456,37 @@ def test_the_last_of_several_answers_counts():
     assert [row.score for row in merged.rows] == ["missed", "not applicable"]
     assert merged.versions == {"a": "1", "b": "2"} and merged.seconds == 7.0
     assert merged.cpu_seconds == 9.0
+
+
+def test_the_page_shows_the_results_that_are_kept():
+    """Scored by the registry's present words; the picture as well."""
+    found = results.read(FOLDER / page.RESULTS)
+    assert command.merge([found], CASES).rows == found.rows
+    assert found.date and found.versions["torch"]
+    text = (HOUSE / "docs" / "bench.md").read_text("utf-8")
+    assert page.make_page(text, found) == text
+    picture = (HOUSE / "docs" / "bench.svg").read_text("utf-8")
+    assert page.make_picture(found) == picture
+
+
+def test_the_page_is_written_between_its_marks():
+    text = ("before\n<!-- table of results -->\nold\n<!-- end -->\n"
+            "<!-- run of results -->\n<!-- end -->\nafter\n")
+    found = make_results()
+    written = page.make_page(text, found)
+    assert written.startswith("before\n<!-- table") and "old" not in written
+    assert "| a, silent errors | 1 | 1 |" in written
+    assert "Measured on 2026-11-29, on 2 cores" in written
+    assert written.endswith("<!-- end -->\nafter\n")
+    assert page.make_page(written, found) == written
+
+
+def test_the_picture_has_a_bar_for_each_tool_that_applies():
+    picture = page.make_picture(make_results())
+    assert ">silent errors (1)<" in picture
+    assert ">a<" in picture and ">b<" not in picture
+    assert page.COLOURS[Score.NAMED] in picture
+    assert "prefers-color-scheme: dark" in picture
 
 
 def test_the_cases_are_listed(capsys):

@@ -30,7 +30,7 @@ if rank == 0:
                               stdout=subprocess.PIPE)
     print("progress:", read_progress(helper), flush=True)
     helper.kill()
-for step in range(40):
+for _ in range(40):
     dist.all_reduce(torch.ones(8))
 print("rank", rank, "is done")
 dist.destroy_process_group()

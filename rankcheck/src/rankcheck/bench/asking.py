@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from typing import NoReturn
 
 from rankcheck.bench.cases import Case, Twin
 from rankcheck.bench.choice import choose
@@ -13,6 +14,8 @@ from rankcheck.bench.results import Row
 from rankcheck.bench.scoring import Answer, Result, Score, Statement, score
 from rankcheck.bench.tools import Tool
 from rankcheck.system.errors import UserError
+
+ENDED = 5.0  # seconds for a worker to end its jobs
 
 
 def try_out(tools: Sequence[Tool], cases: Sequence[Case], jobs: int
@@ -33,7 +36,19 @@ def try_out(tools: Sequence[Tool], cases: Sequence[Case], jobs: int
                 yield done.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            end_workers()
             raise
+
+
+def end_workers() -> None:
+    """End the processes of the pool, and what they have started."""
+    workers = multiprocessing.active_children()
+    for end in (multiprocessing.process.BaseProcess.terminate,
+                multiprocessing.process.BaseProcess.kill):
+        for worker in workers:
+            end(worker)
+        for worker in workers:
+            worker.join(ENDED)
 
 
 def take_turns(cases: Sequence[Case]) -> list[Case]:
@@ -48,7 +63,7 @@ def take_turns(cases: Sequence[Case]) -> list[Case]:
 
 def ask_tool(name: str, case: Case) -> Row:
     """In a process of the pool: ask a tool about a case."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, leave)
     [tool] = choose([name])
     return try_case(tool, case)
 
@@ -61,6 +76,11 @@ def try_case(tool: Tool, case: Case) -> Row:
                         Answer((), 0.0), Answer((), 0.0))
     wrong, right = ask_twin(tool, case, "wrong"), ask_twin(tool, case, "right")
     return make_row(tool, case, score(case, wrong, right), wrong, right)
+
+
+def leave(*_: object) -> NoReturn:
+    """End this process, and by its exit handlers what it has started."""
+    raise SystemExit(1)
 
 
 def ask_twin(tool: Tool, case: Case, twin: Twin) -> Answer:

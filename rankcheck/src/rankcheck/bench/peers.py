@@ -139,6 +139,8 @@ class FlightRecorder(Tool):
             return "it compares collectives, not what a script computes"
         if case.kind not in self.applies:
             return NO_COLLECTIVE
+        if "fully_shard" in case.script("right").read_text("utf-8"):
+            return "gloo records other sizes of FSDP's collectives than NCCL"
         return ""
 
     def ask(self, case: Case, twin: Twin) -> Answer:

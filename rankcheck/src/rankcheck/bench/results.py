@@ -217,6 +217,8 @@ def make_group(results: Results, group: str) -> str:
 
 def describe(counts: Counts) -> str:
     """Return the scores of a tool in words: "4 named, 1 missed"."""
+    if not any(counts.numbers.values()):
+        return "not asked"
     if not counts.applied:
         return "not applicable"
     words = [f"{number} {score.value}"

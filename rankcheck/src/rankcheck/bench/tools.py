@@ -25,7 +25,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from rankcheck.bench.cases import SILENT, Case, Twin
-from rankcheck.bench.scoring import Answer, Statement
+from rankcheck.bench.scoring import Answer, Statement, without_numbers
 from rankcheck.bench.twins import (
     LIMIT,
     TwinRun,
@@ -47,7 +47,8 @@ EFFECTS = frozenset({
 COMMANDS = {"verify": Command("rankcheck.verification.command", "")}
 FIRST_ASKED = 8.0  # seconds after all ranks of a job have been seen
 ASKED_AGAIN = 6.0  # seconds between two questions about a job
-GIVEN_UP = 45.0  # seconds in which `why` has to name a fault
+ALIKE = 6  # answers of `why` after which another question is of no use
+GIVEN_UP = 150.0  # seconds in which `why` has to name a fault
 PAUSE = 0.2
 LOOKED_AT = 20.0  # seconds after a job's start
 BETWEEN = 8.0  # seconds between two dumps of stacks
@@ -181,6 +182,7 @@ def ask_why(case: Case, folder: Path) -> Answer:
     records = folder / "records"
     begin = time.monotonic()
     statements: list[Statement] = []
+    answers: list[str] = []
     why = [sys.executable, "-m", "rankcheck", "why", "run", "--"]
     with started([*why, *launch_words(case)], folder, records) as job:
         joined = None
@@ -189,13 +191,15 @@ def ask_why(case: Case, folder: Path) -> Answer:
             now = time.monotonic()
             if joined is None and has_begun(records, case):
                 joined = now
-            late = now - begin > LIMIT
+            late = now - begin > LIMIT + GIVEN_UP
             if not late and (joined is None or now - joined < FIRST_ASKED):
                 continue
             statements = [read_why(records)]
+            answers.append(without_numbers(statements[0]))
             asked = time.monotonic()
             expired = joined is not None and asked - joined > GIVEN_UP
-            if statements[0].is_problem or late or expired:
+            is_settled = answers[-ALIKE:] == answers[-1:] * ALIKE
+            if statements[0].is_problem or late or expired or is_settled:
                 break
             while job.poll() is None and time.monotonic() < (
                     asked + ASKED_AGAIN):

@@ -1,0 +1,162 @@
+"""Writes what docs/bench.md shows of results: its tables and its picture.
+
+    python -m rankcheck.bench.page
+
+reads bench/results.json, and writes between the marks of the page, and
+docs/bench.svg.
+A test holds both.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from rankcheck.bench import results
+from rankcheck.bench.cases import HANG, SILENT, find_folder, load
+from rankcheck.bench.results import Results, Row
+from rankcheck.bench.scoring import Score
+
+RESULTS = "results.json"
+MARKS = re.compile(
+    r"(<!-- (?P<name>\w+) of results -->\n).*?(<!-- end -->\n)", re.DOTALL)
+GROUPS = {SILENT: "silent errors", HANG: "hangs and deaths"}
+COLOURS = {  # readable on white and on black
+    Score.NAMED: "#1f8a4c", Score.NOTICED: "#d39b1f",
+    Score.MISSED: "#8a8f98", Score.FALSE: "#c8372d"}
+WIDTH, LEFT, BAR, GAP = 720, 285, 18, 8
+SCALE = WIDTH - LEFT - 60  # pixels for all cases of a group
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a tool has scored in a group.
+
+    Attributes:
+        counts: the number of cases with each score but "not applicable".
+        total: the number of cases of the group that it was asked about.
+    """
+
+    tool: str
+    counts: dict[Score, int]
+    total: int
+
+    @property
+    def applied(self) -> int:
+        """The number of cases to which the tool applies."""
+        return sum(self.counts.values())
+
+
+def make_bars(found: Results, group: str) -> list[Bar]:
+    """Return a bar for each tool that applies to a group's cases."""
+    bars = []
+    for tool in dict.fromkeys(row.tool for row in found.rows):
+        rows = [row for row in found.rows
+                if row.tool == tool and row.group == group]
+        counts = {score: count_score(rows, score) for score in COLOURS}
+        bar = Bar(tool, counts, len(rows))
+        if bar.applied:
+            bars.append(bar)
+    return bars
+
+
+def count_score(rows: list[Row], score: Score) -> int:
+    """Return how many rows have a score."""
+    return len([row for row in rows if row.score == score.value])
+
+
+def make_picture(found: Results) -> str:
+    """Return an SVG picture: a bar for each tool and group."""
+    parts: list[str] = []
+    y = 34
+    for group, title in GROUPS.items():
+        bars = make_bars(found, group)
+        if not bars:
+            continue
+        most = max(bar.total for bar in bars)
+        parts.append(text(8, y, f"{title} ({most})", "bold"))
+        y += GAP
+        for bar in bars:
+            parts.append(text(8, y + BAR - 5, bar.tool))
+            parts += draw_bar(bar, y, SCALE / most)
+            y += BAR + GAP
+        y += 30
+    legend = []
+    x = 8.0
+    for score, colour in COLOURS.items():
+        legend.append(f'<rect x="{x}" y="{y - 12}" width="12" height="12" '
+                      f'fill="{colour}"/>')
+        legend.append(text(x + 18, y - 2, score.value))
+        x += 110
+    legend.append(text(x, y - 2, "empty: not applicable"))
+    style = ("text { font: 13px sans-serif; fill: #24292f } "
+             ".bold { font-weight: bold } .in { fill: #ffffff } "
+             "@media (prefers-color-scheme: dark) "
+             "{ text { fill: #e6edf3 } .in { fill: #ffffff } }")
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" '
+            f'height="{y + 12}" viewBox="0 0 {WIDTH} {y + 12}" role="img" '
+            'aria-label="What each tool has named">\n'
+            f"<style>{style}</style>\n" + "\n".join(parts + legend)
+            + "\n</svg>\n")
+
+
+def draw_bar(bar: Bar, y: int, unit: float) -> list[str]:
+    """Return the parts of a bar. unit: pixels for a case."""
+    parts = []
+    x = float(LEFT)
+    for score, count in bar.counts.items():
+        if not count:
+            continue
+        width = count * unit
+        parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" '
+                     f'height="{BAR}" fill="{COLOURS[score]}"/>')
+        if width > 18:
+            parts.append(text(x + 4, y + BAR - 5, str(count), "in"))
+        x += width
+    end = LEFT + bar.total * unit
+    parts.append(f'<rect x="{LEFT}" y="{y}" width="{end - LEFT:.1f}" '
+                 f'height="{BAR}" fill="none" stroke="#8a8f98"/>')
+    return parts
+
+
+def text(x: float, y: float, words: str, kind: str = "") -> str:
+    """Return a text of the picture."""
+    mark = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:.0f}" y="{y:.0f}"{mark}>{escape(words)}</text>'
+
+
+def describe_run(found: Results) -> str:
+    """Return when and with what the results were measured."""
+    versions = ", ".join(f"{name} {version}"
+                         for name, version in found.versions.items())
+    return (f"Measured on {found.date[:10]}, on {found.cores} cores, in "
+            f"{found.seconds / 60:.0f} minutes: {versions}.\n")
+
+
+def make_page(page: str, found: Results) -> str:
+    """Return the page with the tables of these results."""
+    tables = results.make_table(found).split("\n\n")
+    parts = {"run": describe_run(found), "table": f"{tables[0]}\n",
+             "kinds": "\n\n".join(tables[1:]).rstrip() + "\n"}
+
+    def fill(mark: re.Match[str]) -> str:
+        return f"{mark[1]}\n{parts[mark['name']]}\n{mark[3]}"
+
+    return MARKS.sub(fill, page)
+
+
+def main() -> None:
+    """Write the page and the picture."""
+    folder = find_folder()
+    load(folder)
+    found = results.read(folder / RESULTS)
+    docs = Path(folder.parent, "docs")
+    page = docs / "bench.md"
+    page.write_text(make_page(page.read_text("utf-8"), found), "utf-8")
+    (docs / "bench.svg").write_text(make_picture(found), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
