@@ -34,7 +34,7 @@ from rankcheck.bench.twins import (
     run_twin,
     start,
 )
-from rankcheck.engine.ranks import Launch, Rank, free_port, launch
+from rankcheck.engine.ranks import Launch, RankExit, free_port, launch
 from rankcheck.system import proc
 from rankcheck.system.command_line import Command, parse
 from rankcheck.system.errors import UserError
@@ -170,7 +170,7 @@ def run_here(words: Sequence[str], folder: Path) -> str:
 def read_finding(finding: Mapping[str, Any]) -> Statement:
     """Return a finding of verify as a statement."""
     return Statement(
-        f"{finding['text']} -> {finding['advice']}",
+        f"{finding['text']} -> {finding['fix']}",
         is_warning=finding["verdict"] == "warn",
         is_cause=finding["question"] not in EFFECTS,
         kind=finding["kind"] or "", ranks=tuple(finding["ranks"]),
@@ -481,7 +481,7 @@ class DebugDetail(Tool):
         return Answer(tuple(found), time.monotonic() - begin)
 
 
-def describe_end(number: int, rank: Rank) -> Statement | None:
+def describe_end(number: int, rank: RankExit) -> Statement | None:
     """Return what a rank's log says of its end; None: it ended well."""
     if rank.status == 0:
         return None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankcheck.bench.cases import SILENT, Case, Twin
-from rankcheck.engine.ranks import Launch, Rank
+from rankcheck.engine.ranks import Launch, RankExit
 
 if TYPE_CHECKING:
     from rankcheck.record.recorder import Log
@@ -167,7 +167,7 @@ def run_twin(case: Case, twin: Twin, seed: int = 0,
 
 def start(case: Case, twin: Twin, flags: Sequence[str], folder: Path,
           seed: int, limit: float,
-          probe: Callable[[Log], object] | None = None) -> list[Rank]:
+          probe: Callable[[Log], object] | None = None) -> list[RankExit]:
     """Start a script in a folder, and wait for its end.
 
     Args:
