@@ -90,7 +90,8 @@ class Board:
         if self.right is None:
             self.update({"say": "The check did not finish."})
             if self.said:
-                self.update({"finding": ["FAIL", self.said, ""]})
+                said = self.said.removeprefix("error: ")  # the label says it
+                self.update({"finding": ["FAIL", said, ""]})
             self.right = False
 
     def update(self, event: Mapping[str, Any]) -> None:

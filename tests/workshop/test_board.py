@@ -93,8 +93,9 @@ def test_what_libraries_print_is_no_finding():
     assert board.findings == [["warn", "rankcheck itself failed: odd", ""]]
     assert "rankcheck itself failed: odd" in board.to_html()
     # nor is what they print before the last words
-    for words in "error: the folder is full", "interrupted":
-        board = board_after(*NOISE, f"{words}\n")
+    for line, words in (("error: the folder is full", "the folder is full"),
+                        ("interrupted", "interrupted")):
+        board = board_after(*NOISE, f"{line}\n")
         assert board.right is False
         assert board.findings == [["FAIL", words, ""]]
     assert "did not finish" in board.to_html()
