@@ -8,6 +8,7 @@ import sys
 import time
 
 import first_gpu
+import first_run
 import kernels
 import pytest
 import run as benchmark
@@ -239,3 +240,25 @@ for name in modules_of("lit"):
 """)
     rank, = launch(script, place=ROOT)
     assert rank.status == 0, rank.err
+
+
+def test_the_first_recipe_is_the_preset():
+    std = first_run.std
+    preset, model = std.PRESETS["nano"], std.MODELS["nano"]
+    before = first_run.BEFORE
+    for name in ("max_steps", "minibatch_size", "sequence_length",
+                 "learning_rate", "warmup_steps", "weight_decay"):
+        assert getattr(before, name) == getattr(preset, name), name
+    for name in ("n_layer", "n_head", "n_embd"):
+        assert getattr(before, name) == getattr(model, name), name
+    assert before.sequence_length == model.block_size
+    optimizer = std.GPT(std.MODELS["tiny"]).configure_optimizers(preset)
+    assert optimizer.defaults["betas"] == (0.9, before.beta2)
+
+
+@pytest.mark.parametrize(("target", "steps"), [
+    (2.5, 150), (2.0, 200), (1.5, 400), (1.4, None), (9.0, 100)])
+def test_a_recipe_reaches_a_target_between_two_validations(target, steps):
+    curve = first_run.Curve(
+        "one", first_run.BEFORE, 0, "bf16", [100, 200, 400], [3.0, 2.0, 1.5])
+    assert curve.steps_to(target) == steps
