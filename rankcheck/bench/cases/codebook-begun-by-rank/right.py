@@ -44,8 +44,9 @@ class Codebook(nn.Module):
 
     def start(self, code):
         """Begin with the first codes of the first batch."""
-        code = code.contiguous()
-        dist.broadcast(code, 0)
+        parts = [torch.empty_like(code) for _ in range(size)]
+        dist.all_gather(parts, code.contiguous())
+        code = torch.stack(parts, 1).flatten(0, 1)  # as one process has them
         self.book.copy_(code[:8])
         self.started = True
 
