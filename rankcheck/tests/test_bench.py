@@ -29,7 +29,7 @@ from rankcheck.bench.cases import (
 from rankcheck.bench.choice import TOOLS, choose
 from rankcheck.bench.results import Results, Row
 from rankcheck.bench.scoring import Answer, Score, Statement, score
-from rankcheck.engine.ranks import Rank
+from rankcheck.engine.ranks import RankExit
 from rankcheck.system.errors import UserError
 from rankcheck_testing.support import HOUSE, needs, python
 
@@ -292,9 +292,9 @@ def test_the_questions_of_verify_that_give_no_reason_exist():
     ("", -6, "rank 1: ended by SIGABRT", False),
     ("", None, "rank 1: still runs", False)])
 def test_what_a_log_says(text, status, says, is_cause):
-    found = tools.describe_end(1, Rank(status, "", text))
+    found = tools.describe_end(1, RankExit(status, "", text))
     assert re.match(says, found.text) and found.is_cause is is_cause
-    assert tools.describe_end(1, Rank(0, text, "")) is None
+    assert tools.describe_end(1, RankExit(0, text, "")) is None
 
 
 def test_a_stack_is_read_by_its_innermost_line(tmp_path):
