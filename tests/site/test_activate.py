@@ -625,7 +625,7 @@ def test_clones_with_other_requirements(set_up, tmp_path):
     for repo in older, newer:
         needing(repo, "one", "three")
         assert "INSTALL=yes" in works(repo)
-    refused(source(older, **YES), "newer clone .*/maker/my own clone has")
+    refused(source(older, **YES), "newer clone .*/maker/my own clone made it")
     assert not imports(venv, "three")
     works(newer, PACKAGES, **YES)
     assert imports(venv, "one", "two", "three")

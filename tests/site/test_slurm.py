@@ -475,6 +475,7 @@ def test_the_doctor_as_a_job(slurm):
             "training: .*, the same weights on all ranks",
             r"all-reduce: 2 ranks over gloo, 4 MB in [\d.]+ ms: [\d.]+ "
             "GB/s per rank",
-            "node1 talks over eth0.*", "node2 talks over eth0.*"),
+            "node1 communicates over eth0.*",
+            "node2 communicates over eth0.*"),
             strict=True):
         assert re.fullmatch(pattern, line)

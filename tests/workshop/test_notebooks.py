@@ -434,7 +434,7 @@ def test_a_result_of_verify_does_not_grow_old(follows, monkeypatch):
         def update(self, bundle):
             drawn.append(bundle["text/html"])
 
-    monkeypatch.setattr(frontend, "Output", Output)
+    monkeypatch.setattr(frontend, "LiveOutput", Output)
     monkeypatch.setattr(following, "pulse",
                         lambda: "notebooks/__pycache__/alive-1")
     cells.on_board("-c", "", follows_script=follows)
