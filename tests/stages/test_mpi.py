@@ -315,11 +315,11 @@ def test_without_mpirun_it_is_said_at_once(tmp_path, monkeypatch, capsys):
         [sys.executable, "-m", "workshop.notebook.ranks"], text=True,
         capture_output=True, cwd=ROOT, input=json.dumps(
             {"cell": "", "ranks": 2, "seconds": 20, "mpirun": True}) + "\n")
-    assert json.loads(done.stdout)["error"].startswith("there is no mpirun")
-    with pytest.raises(UserError, match="there is no mpirun here: load"):
+    assert json.loads(done.stdout)["error"].startswith("mpirun is not installed")
+    with pytest.raises(UserError, match="mpirun is not installed; fix: load"):
         command.check("mpi", STAGES["mpi"].solution)
     assert capsys.readouterr().out == ""
-    assert doctor.ask_mpi().startswith("there is no mpirun here: load")
+    assert doctor.ask_mpi().startswith("mpirun is not installed; fix: load")
 
 
 def test_a_cell_has_its_seconds_whatever_the_clock_does(tmp_path):

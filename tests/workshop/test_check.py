@@ -274,7 +274,7 @@ def test_a_full_folder_for_temporary_files(tmp_path, temporary, mount, size):
 def test_the_script_of_another_stage_is_named(capsys):
     """As the list of changes does; and none of its changes is tried."""
     with pytest.raises(ours.UserError, match="This is the stage ddp, but "
-                       r"the lesson starts from std: .*reset std"):
+                       r"the lesson starts from std; fix: .*reset std"):
         check("mpi", STAGES["ddp"].solution, change=3)
     assert check("mpi", STAGES["ddp"].solution).status == 1
     said = capsys.readouterr().out
