@@ -198,7 +198,7 @@ def begun(tmp_path_factory):
 @pytest.mark.whole
 @pytest.mark.parametrize(("flags", "words"), [
     (["--microbatch-size", 7], "or --minibatch-size"),
-    (["--minibatch-size", 2000, "--microbatch-size", 2], "less than"),
+    (["--minibatch-size", 2000, "--microbatch-size", 2], "fewer than"),
     (["--learning-rate", 1e30], "--learning-rate"),
     (["--seed", 1, "--resume"], "was started with"),
     ([], "--resume"),

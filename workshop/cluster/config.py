@@ -86,7 +86,7 @@ COMMAND = """\
 if ! [ -O /proc/{pid} ] ||
     ! tr '\\0' ' ' 2>/dev/null </proc/{pid}/cmdline |
     grep -qF -e ' workshop.cluster.inside cluster {folder} '; then
-    echo "{command}: the cluster in {folder} is not up:" \\
+    echo "{command}: the cluster in {folder} is not up; fix:" \\
         "python -m workshop cluster up" >&2
     exit 1
 fi
