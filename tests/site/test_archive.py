@@ -104,7 +104,8 @@ def test_what_is_wrong_is_one_line(archives, node, tmp_path, mount):
     for size in (1000, len(whole) // 2, end):
         bad.write_bytes(whole[:size])
         out, err = node(bad)
-        refused((out, err.partition("\n")[2]), "bad.tar in .*check that it is complete")
+        refused((out, err.partition("\n")[2]),
+                "bad.tar in .*check that it is complete")
     refused(node(archives / "venv.tar", disk=tmp_path / "no"), "cannot be mad")
     assert node.left() == []
     full.mkdir()

@@ -315,7 +315,8 @@ def test_what_other_machines_write_is_read(tmp_path):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("make, flags, message", [
-    (write_parquet, ["--text-column", "body"], "no column 'body'; fix: choose"),
+    (write_parquet, ["--text-column", "body"],
+     "no column 'body'; fix: choose"),
     (write_parquet, ["--text-column", "score"], "holds double, not text"),
     (write_parquet, ["--files", "*.csv"], "has no files *.csv"),
     (write_parquet, ["--shard-size", 10**9], "use a smaller --shard-size"),

@@ -315,7 +315,8 @@ def test_without_mpirun_it_is_said_at_once(tmp_path, monkeypatch, capsys):
         [sys.executable, "-m", "workshop.notebook.ranks"], text=True,
         capture_output=True, cwd=ROOT, input=json.dumps(
             {"cell": "", "ranks": 2, "seconds": 20, "mpirun": True}) + "\n")
-    assert json.loads(done.stdout)["error"].startswith("mpirun is not installed")
+    said = json.loads(done.stdout)
+    assert said["error"].startswith("mpirun is not installed")
     with pytest.raises(UserError, match="mpirun is not installed; fix: load"):
         command.check("mpi", STAGES["mpi"].solution)
     assert capsys.readouterr().out == ""
