@@ -10,19 +10,17 @@ A test holds both.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from rankcheck.bench import results
-from rankcheck.bench.cases import HANG, SILENT, find_folder, load
-from rankcheck.bench.results import Results, Row
+from rankcheck.bench.cases import find_folder, load
+from rankcheck.bench.results import TITLES, Counts, Results
 from rankcheck.bench.scoring import Score
 
 RESULTS = "results.json"
 MARKS = re.compile(
     r"(<!-- (?P<name>\w+) of results -->\n).*?(<!-- end -->\n)", re.DOTALL)
-GROUPS = {SILENT: "silent errors", HANG: "hangs and deaths"}
 COLOURS = {  # readable on white and on black
     Score.NAMED: "#1f8a4c", Score.NOTICED: "#d39b1f",
     Score.MISSED: "#8a8f98", Score.FALSE: "#c8372d"}
@@ -30,52 +28,23 @@ WIDTH, LEFT, BAR, GAP = 720, 285, 18, 8
 SCALE = WIDTH - LEFT - 60  # pixels for all cases of a group
 
 
-@dataclass(frozen=True)
-class Bar:
-    """What a tool has scored in a group.
-
-    Attributes:
-        counts: the number of cases with each score but "not applicable".
-        total: the number of cases of the group that it was asked about.
-    """
-
-    tool: str
-    counts: dict[Score, int]
-    total: int
-
-    @property
-    def applied(self) -> int:
-        """The number of cases to which the tool applies."""
-        return sum(self.counts.values())
-
-
-def make_bars(found: Results, group: str) -> list[Bar]:
-    """Return a bar for each tool that applies to a group's cases."""
-    bars = []
-    for tool in dict.fromkeys(row.tool for row in found.rows):
-        rows = [row for row in found.rows
-                if row.tool == tool and row.group == group]
-        counts = {score: count_score(rows, score) for score in COLOURS}
-        bar = Bar(tool, counts, len(rows))
-        if bar.applied:
-            bars.append(bar)
-    return bars
-
-
-def count_score(rows: list[Row], score: Score) -> int:
-    """Return how many rows have a score."""
-    return len([row for row in rows if row.score == score.value])
+def count_group(found: Results, group: str) -> list[Counts]:
+    """Return the scores of each tool that applies to a group's cases."""
+    rows = [row for row in found.rows if row.group == group]
+    counts = [results.count(rows, tool, group)
+              for tool in results.tools_of(rows)]
+    return [one for one in counts if one.applied]
 
 
 def make_picture(found: Results) -> str:
     """Return an SVG picture: a bar for each tool and group."""
     parts: list[str] = []
     y = 34
-    for group, title in GROUPS.items():
-        bars = make_bars(found, group)
+    for group, title in TITLES.items():
+        bars = count_group(found, group)
         if not bars:
             continue
-        most = max(bar.total for bar in bars)
+        most = max(bar.asked for bar in bars)
         parts.append(text(8, y, f"{title} ({most})", "bold"))
         y += GAP
         for bar in bars:
@@ -102,20 +71,21 @@ def make_picture(found: Results) -> str:
             + "\n</svg>\n")
 
 
-def draw_bar(bar: Bar, y: int, unit: float) -> list[str]:
+def draw_bar(bar: Counts, y: int, unit: float) -> list[str]:
     """Return the parts of a bar. unit: pixels for a case."""
     parts = []
     x = float(LEFT)
-    for score, count in bar.counts.items():
+    for score, colour in COLOURS.items():
+        count = bar.numbers[score]
         if not count:
             continue
         width = count * unit
         parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" '
-                     f'height="{BAR}" fill="{COLOURS[score]}"/>')
+                     f'height="{BAR}" fill="{colour}"/>')
         if width > 18:
             parts.append(text(x + 4, y + BAR - 5, str(count), "in"))
         x += width
-    end = LEFT + bar.total * unit
+    end = LEFT + bar.asked * unit
     parts.append(f'<rect x="{LEFT}" y="{y}" width="{end - LEFT:.1f}" '
                  f'height="{BAR}" fill="none" stroke="#8a8f98"/>')
     return parts

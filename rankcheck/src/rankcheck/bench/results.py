@@ -11,12 +11,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from rankcheck.bench.cases import KINDS, SILENT, TWINS
+from rankcheck.bench.cases import HANG, KINDS, SILENT, TWINS
 from rankcheck.bench.scoring import Score, Statement
 from rankcheck.system.errors import UserError
 from rankcheck.system.version import __version__
 
 SCHEMA = 1  # of the document: another number if a field changes or goes
+TITLES = {SILENT: "silent errors", HANG: "hangs and deaths"}
 
 
 @dataclass(frozen=True)
@@ -146,10 +147,14 @@ class Counts:
     numbers: dict[Score, int]
 
     @property
+    def asked(self) -> int:
+        """The number of cases that the tool was asked about."""
+        return sum(self.numbers.values())
+
+    @property
     def applied(self) -> int:
         """The number of cases to which the tool applies."""
-        return sum(number for score, number in self.numbers.items()
-                   if score is not Score.NOT_APPLICABLE)
+        return self.asked - self.numbers[Score.NOT_APPLICABLE]
 
 
 def count(rows: Iterable[Row], tool: str, label: str) -> Counts:
@@ -179,16 +184,15 @@ def make_total(results: Results) -> str:
              "| false | not applicable | named, held out | warnings about "
              "right scripts |",
              "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"]
-    for group in KINDS:
+    for group, title in TITLES.items():
         rows = [row for row in results.rows if row.group == group]
-        title = "silent errors" if group == SILENT else "hangs and deaths"
         for tool in tools_of(rows):
             counts = count(rows, tool, title)
             held = count([row for row in rows if row.held_out], tool, title)
             mine = [row for row in rows if row.tool == tool]
             warnings = sum(row.false_warnings for row in mine)
             by_warning = sum(row.by_warning for row in mine)
-            cells = [f"{tool}, {title}", str(len(mine)),
+            cells = [f"{tool}, {title}", str(counts.asked),
                      str(counts.numbers[Score.NAMED]), str(by_warning)]
             cells += [str(counts.numbers[one]) for one in COLUMNS]
             cells += [f"{held.numbers[Score.NAMED]} of {held.applied}",
@@ -217,7 +221,7 @@ def make_group(results: Results, group: str) -> str:
 
 def describe(counts: Counts) -> str:
     """Return the scores of a tool in words: "4 named, 1 missed"."""
-    if not any(counts.numbers.values()):
+    if not counts.asked:
         return "not asked"
     if not counts.applied:
         return "not applicable"
