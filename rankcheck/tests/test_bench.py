@@ -31,7 +31,13 @@ from rankcheck.bench.results import Results, Row
 from rankcheck.bench.scoring import Answer, Score, Statement, score
 from rankcheck.engine.ranks import RankExit
 from rankcheck.system.errors import UserError
-from rankcheck_testing.support import HOUSE, needs, python
+from rankcheck_testing.support import (
+    HOUSE,
+    needs,
+    program,
+    python,
+    wait_for,
+)
 
 FOLDER = HOUSE / "bench"
 CASES = load(FOLDER)
@@ -319,6 +325,24 @@ def test_a_process_is_found_by_its_folder_and_its_rank(tmp_path):
         assert tools.read_rank(child.pid, 0) == 3
         child.stdin.close()
     assert not tools.processes_in(tmp_path)
+
+
+def test_what_a_job_has_left_is_ended_and_nothing_else(tmp_path):
+    """Each rank has a session of its own; so has a shell in the folder."""
+    program(tmp_path / "train.py", "import time\ntime.sleep(600)\n")
+    words = [sys.executable, "-m", "rankcheck", "why", "run", "--",
+             sys.executable, "-m", "torch.distributed.run", "--standalone",
+             "--nproc-per-node", "2", "train.py"]
+    shell = subprocess.Popen(["sleep", "600"], cwd=tmp_path)
+    try:
+        with tools.started(words, tmp_path, tmp_path / "records"):
+            wait_for(lambda: {0, 1} <= {
+                tools.read_rank(pid, -1)
+                for pid in tools.processes_in(tmp_path)}, 60)
+        assert tools.processes_in(tmp_path) == [shell.pid]
+    finally:
+        shell.kill()
+        shell.wait()
 
 
 MISMATCH = ("error msg: Culprit rank 1; Error type: COLLECTIVE_TYPE_MISMATCH,"

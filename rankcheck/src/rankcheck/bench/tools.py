@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from rankcheck.__main__ import COMMANDS
 from rankcheck.bench.cases import SILENT, Case, Twin
 from rankcheck.bench.scoring import Answer, Statement, without_numbers
 from rankcheck.bench.twins import (
@@ -36,7 +36,7 @@ from rankcheck.bench.twins import (
 )
 from rankcheck.engine.ranks import Launch, RankExit, free_port, launch
 from rankcheck.system import proc
-from rankcheck.system.command_line import Command, parse
+from rankcheck.system.command_line import parse
 from rankcheck.system.errors import UserError
 from rankcheck.system.version import __version__
 
@@ -44,7 +44,6 @@ from rankcheck.system.version import __version__
 EFFECTS = frozenset({
     "losses, gradients and weights match the single-process run",
     "gradients and weights are equal on all ranks"})
-COMMANDS = {"verify": Command("rankcheck.verification.command", "")}
 FIRST_ASKED = 8.0  # seconds after all ranks of a job have been seen
 ASKED_AGAIN = 6.0  # seconds between two questions about a job
 ALIKE = 6  # answers of `why` after which another question is of no use
@@ -86,12 +85,9 @@ class Tool:
 @contextmanager
 def copy_of(case: Case, twin: Twin) -> Iterator[Path]:
     """A folder with the script alone, called train.py."""
-    folder = Path(tempfile.mkdtemp(prefix="bench-"))
-    try:
+    with empty_folder() as folder:
         shutil.copyfile(case.script(twin), folder / "train.py")
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def quiet_environment(**more: str) -> dict[str, str]:
@@ -226,17 +222,20 @@ def started(words: Sequence[str], folder: Path, records: Path
                     os.killpg(job.pid, number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     job.wait(3)
-            for pid in processes_in(folder):
+            # a launcher gives each rank a session of its own
+            for pid in processes_with(f"RANKCHECK_WHY={records}"):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
 
-def processes_in(folder: Path) -> list[int]:
-    """Return the processes whose current folder is this one.
+def processes_with(variable: str) -> list[int]:
+    """Return the processes that have a variable, as in NAME=value."""
+    return [pid for pid in proc.list_processes()
+            if variable in (proc.read_variables(pid) or ())]
 
-    A launcher gives each rank a session of its own, so these are found by
-    their folder, which no other job has.
-    """
+
+def processes_in(folder: Path) -> list[int]:
+    """Return the processes whose current folder is this one."""
     found = []
     for pid in proc.list_processes():
         with contextlib.suppress(OSError):
@@ -387,11 +386,10 @@ def find_stand(frames: Sequence[Mapping[str, Any]], rank: int, folder: Path
 
 def read_rank(pid: int, otherwise: int) -> int:
     """Return the rank that a process was told."""
-    with contextlib.suppress(OSError):
-        for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            name, _, value = word.partition(b"=")
-            if name == b"RANK" and value.isdigit():
-                return int(value)
+    for variable in proc.read_variables(pid) or ():
+        name, _, value = variable.partition("=")
+        if name == "RANK" and value.isdigit():
+            return int(value)
     return otherwise
 
 
@@ -460,10 +458,10 @@ class DebugDetail(Tool):
         This was so with PyTorch 2.13 on a CPU: SIGSEGV in DDP's constructor.
         """
         if self.ends_ddp is None:
-            with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-                script = Path(folder, "train.py")
+            with empty_folder() as folder:
+                script = folder / "train.py"
                 script.write_text(MAKES_DDP, "utf-8")
-                ranks = launch(script, world_size=2, cwd=folder,
+                ranks = launch(script, world_size=2, cwd=str(folder),
                                timeout=LIMIT, probes=[Detail()])
             self.ends_ddp = any(rank.status == -signal.SIGSEGV
                                 for rank in ranks)

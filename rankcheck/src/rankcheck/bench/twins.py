@@ -126,10 +126,10 @@ class Observer:
 
 def measure(weight: Any) -> float:
     """Return the norm of this rank's part of a parameter."""
-    from torch.distributed.tensor import DTensor
+    from rankcheck.record.tensors import is_sharded
 
     tensor = weight.detach()
-    if isinstance(tensor, DTensor):
+    if is_sharded(tensor):
         tensor = tensor.to_local()
     return float(tensor.double().norm())
 
