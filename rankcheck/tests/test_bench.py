@@ -523,11 +523,33 @@ def test_the_cases_are_listed(capsys):
     (["--tool", "magic"], "there is no tool magic"),
     (["--jobs", "0"], "--jobs is 1 or more"),
     (["--cases", "nowhere"], "nowhere has no registry"),
-    (["colours"], "no case is called colours")])
+    (["colours"], "no case is called colours"),
+    (["--tool", "spmd_types", "--json", "/nowhere/results.json"],
+     "results.json cannot be written: No such file")])
 def test_an_error_is_one_line(words, says):
     with pytest.raises(UserError, match=says) as error:
         command.run(words)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("error", "status"), [
+    (KeyboardInterrupt(), 130), (RuntimeError("a bug of ours"), 2)])
+def test_what_was_answered_before_an_end_is_kept(
+        error, status, tmp_path, monkeypatch):
+    file = tmp_path / "results.json"
+
+    def try_out(tools, cases, jobs):
+        yield make_row(CASE, "spmd_types", "not applicable")
+        raise error
+
+    monkeypatch.setattr(command, "try_out", try_out)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", [
+        "bench", "--tool", "spmd_types", "--json", str(file)])
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    assert end.value.code == status
+    assert [row.case for row in results.read(file).rows] == [CASE.name]
 
 
 @pytest.mark.whole

@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -67,17 +68,19 @@ def run(words: Sequence[str]) -> int:
     tools = choose(args.tool)
     found = results.begin({tool.name: tool.version() for tool in tools})
     begin = time.monotonic()
-    for row in try_out(tools, cases, args.jobs):
-        print(f"{row.tool}: {row.case}: {row.score}: {row.reason}",
-              file=sys.stderr, flush=True)
-        found.rows.append(row)
-        if args.json:  # after each row: a run may be interrupted
-            results.write(found, args.json)
-    found = replace(found, seconds=time.monotonic() - begin,
-                    cpu_seconds=results.count_cpu_seconds(),
-                    rows=sort_rows(found.rows, tools, cases))
-    if args.json:
+    if args.json:  # before the run, if that cannot be done
         results.write(found, args.json)
+    try:
+        for row in try_out(tools, cases, args.jobs):
+            print(f"{row.tool}: {row.case}: {row.score}: {row.reason}",
+                  file=sys.stderr, flush=True)
+            found.rows.append(row)
+    finally:  # also of a run that is interrupted
+        found = replace(found, seconds=time.monotonic() - begin,
+                        cpu_seconds=results.count_cpu_seconds(),
+                        rows=sort_rows(found.rows, tools, cases))
+        if args.json:
+            results.write(found, args.json)
     print(results.make_table(found))
     return 0
 
@@ -86,7 +89,8 @@ def sort_rows(rows: Sequence[Row], tools: Sequence[Tool],
               cases: Sequence[Case]) -> list[Row]:
     """Return rows in the order of the tools and of the cases."""
     by_name = {(row.tool, row.case): row for row in rows}
-    return [by_name[tool.name, case.name] for tool in tools for case in cases]
+    keys = [(tool.name, case.name) for tool in tools for case in cases]
+    return [by_name[key] for key in keys if key in by_name]
 
 
 def merge(parts: Sequence[Results], cases: Sequence[Case]) -> Results:
@@ -134,6 +138,9 @@ def main() -> None:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(2)  # a bug of ours: Python's own status would be 1
 
 
 if __name__ == "__main__":

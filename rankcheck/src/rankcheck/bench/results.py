@@ -100,9 +100,18 @@ def count_cpu_seconds() -> float:
 
 
 def write(results: Results, file: Path) -> None:
-    """Write the document."""
+    """Write the document.
+
+    Raises:
+        UserError: if the file cannot be written.
+    """
     document = {"schema": SCHEMA, **asdict(results)}
-    file.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    text = json.dumps(document, indent=1) + "\n"
+    try:
+        file.write_text(text, "utf-8")
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error.strerror}. fix: "
+                        "name another file") from None
 
 
 def read(file: Path) -> Results:
