@@ -29,7 +29,7 @@ from backstage.files import write_atomically
 from backstage.flags import DEMO
 from backstage.process import prepare_process
 
-from turns import processor
+from turns import processor, take_turns
 
 sys.path += [str(ROOT / "solutions")]
 import train_gpt2_std as std
@@ -196,6 +196,12 @@ class Training:
         return StepCost(time.perf_counter() - begin,
                         time.process_time() - cpu_begin)
 
+    def make_block(self) -> StepCost:
+        """Make some steps; return the medians of what they took."""
+        steps = [self.make_step() for _ in range(BLOCK)]
+        return StepCost(statistics.median(step.clock for step in steps),
+                        statistics.median(step.cpu for step in steps))
+
     def validate(self) -> float:
         """Return the bits per byte of the validation split."""
         loss = std.evaluate(self.model, self.val_data, self.validated, CPU,
@@ -229,24 +235,14 @@ def time_steps(recipes: dict[str, Recipe], precision: str, rounds: int
     """Return what a step of each recipe takes in each round.
 
     On all cores, or as many threads as OMP_NUM_THREADS says.
-
-    The recipes take turns, and each round begins with another one.
     """
     trainings = {name: Training(recipe, SEEDS[0], precision)
                  for name, recipe in recipes.items()}
     for training in trainings.values():
         for _ in range(WARM):
             training.make_step()
-    costs: dict[str, list[StepCost]] = {name: [] for name in recipes}
-    names = [*recipes]
-    for _ in range(rounds):
-        for name in names:
-            steps = [trainings[name].make_step() for _ in range(BLOCK)]
-            costs[name].append(StepCost(
-                statistics.median(step.clock for step in steps),
-                statistics.median(step.cpu for step in steps)))
-        names = names[1:] + names[:1]
-    return costs
+    return take_turns({name: training.make_block
+                       for name, training in trainings.items()}, rounds)
 
 
 # -------------------------------------------------------------- the results
