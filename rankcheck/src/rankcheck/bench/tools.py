@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from rankcheck.__main__ import COMMANDS
 from rankcheck.bench.cases import SILENT, Case, Twin
 from rankcheck.bench.scoring import Answer, Statement, without_numbers
 from rankcheck.bench.twins import (
@@ -36,7 +35,7 @@ from rankcheck.bench.twins import (
 )
 from rankcheck.engine.ranks import Launch, RankExit, free_port, launch
 from rankcheck.system import proc
-from rankcheck.system.command_line import parse
+from rankcheck.system.command_line import Command, parse
 from rankcheck.system.errors import UserError
 from rankcheck.system.version import __version__
 
@@ -44,6 +43,7 @@ from rankcheck.system.version import __version__
 EFFECTS = frozenset({
     "losses, gradients and weights match the single-process run",
     "gradients and weights are equal on all ranks"})
+COMMANDS = {"verify": Command("rankcheck.verification.command", "")}
 FIRST_ASKED = 8.0  # seconds after all ranks of a job have been seen
 ASKED_AGAIN = 6.0  # seconds between two questions about a job
 ALIKE = 6  # answers of `why` after which another question is of no use
