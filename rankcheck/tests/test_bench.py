@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -550,6 +551,27 @@ def test_what_was_answered_before_an_end_is_kept(
         command.main()
     assert end.value.code == status
     assert [row.case for row in results.read(file).rows] == [CASE.name]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_ended_leaves_no_folder_and_no_process(
+        number, tmp_path):
+    """In the middle of a verify, whose own handler leaves at once."""
+    bench = subprocess.Popen(
+        [sys.executable, "-m", "rankcheck.bench", "--tool", "rankcheck",
+         "--jobs", "2", "data"], stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path),
+             "PYTHONPATH": str(HOUSE / "src")})
+    wait_for(lambda: len([*tmp_path.glob("bench-*/bench-*/train.py")]) == 2,
+             120)
+    workers = tools.processes_with(f"TMPDIR={tmp_path}")
+    assert len(workers) > 2
+    bench.send_signal(number)
+    assert "interrupted" in bench.communicate(timeout=60)[1]
+    assert bench.returncode == 130
+    wait_for(lambda: not tools.processes_with(f"TMPDIR={tmp_path}"), 30)
+    assert not [*tmp_path.glob("bench-*")]
 
 
 @pytest.mark.whole

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from pathlib import Path
 from typing import NoReturn
 
 from rankcheck.bench.cases import Case, Twin
@@ -13,6 +15,7 @@ from rankcheck.bench.choice import choose
 from rankcheck.bench.results import Row
 from rankcheck.bench.scoring import Answer, Result, Score, Statement, score
 from rankcheck.bench.tools import Tool
+from rankcheck.bench.twins import FOLDER, empty_folder
 from rankcheck.system.errors import UserError
 
 ENDED = 5.0  # seconds for a worker to end its jobs
@@ -26,7 +29,9 @@ def try_out(tools: Sequence[Tool], cases: Sequence[Case], jobs: int
     silent errors it computes.
     """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    with empty_folder() as folder, ProcessPoolExecutor(
+            jobs, mp_context=context, initializer=use_folder,
+            initargs=(folder,)) as pool:
         waiting: list[Future[Row]] = []
         for case in take_turns(cases):
             for tool in tools:
@@ -38,6 +43,11 @@ def try_out(tools: Sequence[Tool], cases: Sequence[Case], jobs: int
             pool.shutdown(wait=False, cancel_futures=True)
             end_workers()
             raise
+
+
+def use_folder(folder: Path) -> None:
+    """In a process of the pool: make all folders in that of the run."""
+    os.environ[FOLDER] = str(folder)
 
 
 def end_workers() -> None:

@@ -21,6 +21,7 @@ from rankcheck.engine.ranks import Launch, RankExit
 if TYPE_CHECKING:
     from rankcheck.record.recorder import Log
 
+FOLDER = "RANKCHECK_BENCH"  # a variable: the folder of a whole run
 LIMIT = 90.0  # seconds for a script that ends, on a busy machine
 SAME = 1e-5  # the relative difference that is taken for rounding
 LOSS = re.compile(r"\bloss (-?[\d.]+(?:e[+-]?\d+)?|nan|inf)")
@@ -136,8 +137,13 @@ def measure(weight: Any) -> float:
 
 @contextmanager
 def empty_folder() -> Iterator[Path]:
-    """A folder for a script's run, which is removed afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix="bench-"))
+    """A folder for a script's run, which is removed afterwards.
+
+    A worker that is ended leaves its own to the run, in whose folder it is:
+    verify's handler of signals leaves the process at once.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="bench-",
+                                   dir=os.environ.get(FOLDER)))
     try:
         yield folder
     finally:
