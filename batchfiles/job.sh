@@ -116,6 +116,10 @@ field() {
     done <<<"$_job_said"
 }
 
+# The states of a job that runs: SLURM shows another while it delivers SIGCONT,
+# with which a grace time begins, or changes the job's nodes.
+_job_running='^(RUNNING|SIGNALING|RESIZING|CONFIGURING)$'
+
 # Requeue the job if its run has saved a further step, or if an urgent job
 # takes its nodes. Else it fails, and the arguments say why.
 end_job() {
@@ -127,7 +131,7 @@ end_job() {
     if [ "${restarts:=${SLURM_RESTART_COUNT-0}}" != \
         "${SLURM_RESTART_COUNT-0}" ]; then
         fail "SLURM requeues this job"
-    elif [ "${state:=RUNNING}" != RUNNING ]; then
+    elif [[ ! ${state:=RUNNING} =~ $_job_running ]]; then
         fail "SLURM ends this job (Reason=${reason:-None}); fix:" \
             "python -m workshop why ${run@Q}"
     elif ((_job_after <= _job_before)) && ! is_preempted; then

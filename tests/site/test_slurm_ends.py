@@ -15,6 +15,7 @@ from conftest import edit, program
 from stages import STARTER, Result, agree, train
 
 from backstage import ROOT
+from workshop.cluster.processes import find_daemon, find_processes
 
 pytestmark = pytest.mark.whole
 
@@ -149,6 +150,30 @@ def test_a_signal_during_the_start(slurm, name):
     said = slurm("bash", "-c", command, check=False,
                  PYTHONPATH=str(slurm.repo))
     assert "no such folder" not in said.stderr
+
+
+def test_a_run_ends_while_slurm_delivers_a_signal(slurm):
+    """A grace time begins with SIGCONT. While SLURM delivers it, the job has
+    another state, here for as long as its node does not answer.
+    """
+    with slurm.counting("std"):
+        job = Starts(slurm, "std", "--max-steps", 10**6)
+        job.get_going()
+        daemon = find_daemon(find_processes(slurm.cluster.place),
+                             slurm.job(job.job)["NodeList"])
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            slurm("scancel", "--signal=CONT", job.job)
+            job.wait(lambda: slurm.job(job.job)["JobState"] == "SIGNALING")
+            (pid, _), = slurm.ranks(job.job)
+            os.kill(pid, signal.SIGUSR1)
+            job.wait(lambda: re.search("\nstd: ", job.log))
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        job.get_going()
+        job.cancel()
+    assert job.log.count("requeueing, to continue after") == 1
+    job.has_lost_nothing(1)
 
 
 def test_the_starter_saves_before_its_time_limit_and_goes_on(slurm):
