@@ -35,8 +35,9 @@ def test_what_is_written_is_read(tmp_path):
     weight = torch.arange(3.0)
     tensors = describe([("weight", weight)])
     record = RankRecord(
-        asked=[("sampler", (2, 0, "")), ("epoch", None)], joined=True,
-        written={"/tmp/a": 7, "/tmp/b": "lightning"}, low=True, saved=3,
+        facts=[("sampler", (2, 0, "")), ("epoch", None)], joined=True,
+        writers={"/tmp/a": 7, "/tmp/b": "lightning"}, low_precision=True,
+        saved_before_step=3,
         steps=[{"losses": [1.5, float("inf")], "drawn": {3: 4, -1: 2},
                 "before": tensors, "now": tensors}],
         shapes={"weight": (3,), "": ()},
@@ -59,7 +60,7 @@ def test_what_is_written_is_read(tmp_path):
 def test_a_rank_that_died_has_none(tmp_path):
     assert RankRecord.read_from(tmp_path, 0) is None
     run = RunRecord(tmp_path, records=[RankRecord(), None])
-    assert run.asked("epoch") == []
+    assert run.facts("epoch") == []
     with pytest.raises(InternalError, match="rank 1 left no record"):
         _ = run.all_records
 

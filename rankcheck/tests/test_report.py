@@ -158,7 +158,7 @@ def test_nothing_compared_is_status_2(script):
 
 def test_an_error_of_a_probe_is_no_failure_of_the_script(script, monkeypatch):
     monkeypatch.setattr(
-        "rankcheck.record.rank_record.RankRecord.asked_values",
+        "rankcheck.record.rank_record.RankRecord.fact_values",
         lambda record, what: ["AttributeError: x (y.py, line 3)"] * (
             what == "internal error"))
     with pytest.raises(InternalError, match="rankcheck itself failed in rank "

@@ -115,7 +115,7 @@ def answers(recorded, monkeypatch):
 def test_who_leaves_out_a_step_beside_a_rank_that_died(dead, tmp_path):
     """Its number is the rank's own: one that died has left no record."""
     makes = RankRecord(steps=[{}, {}])
-    records = [makes, makes, RankRecord(steps=[{}, {}], skipped=[0])]
+    records = [makes, makes, RankRecord(steps=[{}, {}], skipped_steps=[0])]
     records[dead] = None
     found, = find_skips(RunRecord(tmp_path / "train.py", records=records))
     assert read_expected("FAIL skipped-step step=0 rank=2").matches(found)
@@ -235,32 +235,32 @@ def own_gradients(runs):
 
 
 def instead(name, value):
-    """A change of what the script has asked for; None: it has not."""
+    """A change of the facts: another value; None: the fact is missing."""
     return lambda log: [(key, value if key == name else other)
                         for key, other in log if (key, value) != (name, None)]
 
 
 def without(name):
-    """A change of what the script has asked for: nothing of that name."""
+    """A change of the facts: none of that name."""
     return lambda log: [pair for pair in log if pair[0] != name]
 
 
 def no_sampler(runs):
-    of_all(runs, asked=without("sampler"))
+    of_all(runs, facts=without("sampler"))
 
 
 def alone(runs):
     """No rank knows of another."""
     for rank in (0, 1):
-        seen(rank, joined=False, asked=instead(
+        seen(rank, joined=False, facts=instead(
             "init_process_group", None))(runs)
         on(rank, reduced=0)(runs)
 
 
 def begins_with_the_last(runs):
     for run in runs.values():
-        run.records[0].results = ["/tmp/model.pt"]
-    runs[2, ""].records[1].read.append("/tmp/model.pt")
+        run.records[0].files_written = ["/tmp/model.pt"]
+    runs[2, ""].records[1].files_read.append("/tmp/model.pt")
 
 
 def prints(runs):
@@ -305,7 +305,7 @@ def of_all(runs, **change):
 def untied(runs):
     """Each rank has a parameter of its own for what is one tensor."""
     one_more(runs)
-    runs[1, ""].records[0].tied = {
+    runs[1, ""].records[0].tied_names = {
         "Sequential:9.weight": "Sequential:0.weight"}
 
 
@@ -346,7 +346,7 @@ def drops_the_last(rank):
     """That rank has not come to its last step, nor to its end."""
     def apply(runs):
         runs[2, ""].records[rank].steps.pop()
-        seen(rank, asked=without("left"))(runs)
+        seen(rank, facts=without("left"))(runs)
     return apply
 
 
@@ -374,14 +374,14 @@ def with_nodes(change):
 
 def local_writer(runs):
     for of_rank in runs[2, "nodes"].records:
-        of_rank.written["/home/me/last.pt"] = 7
+        of_rank.writers["/home/me/last.pt"] = 7
 
 
 def local_cache(runs):
     """The first node writes what the second reads."""
     first, second = runs[2, "nodes"].records
-    first.written["/tmp/tokens"] = 7
-    second.read.append("/tmp/tokens")
+    first.writers["/tmp/tokens"] = 7
+    second.files_read.append("/tmp/tokens")
 
 
 def fails_on_nodes(runs):
@@ -395,9 +395,9 @@ def without_steps(runs):
 
 # (script, what is changed, the question that sees it, what it finds first)
 CASES = [
-    (RIGHT, together(seen(1, discarded=[1]), drops_the_last(1)),
+    (RIGHT, together(seen(1, discarded_steps=[1]), drops_the_last(1)),
      initial_state.skipped_steps, 'FAIL skipped-step step=1 rank=1'),
-    (RIGHT, together(seen(0, skipped=[2, 2]), drops_the_last(0)),
+    (RIGHT, together(seen(0, skipped_steps=[2, 2]), drops_the_last(0)),
      initial_state.skipped_steps,
      'FAIL skipped-step step=2 rank=0 "GradScaler"'),
     (RIGHT, untied, initial_state.parameters,
@@ -441,7 +441,7 @@ CASES = [
      "warn learning-rate samples=32 single=32 rate=2"),
     (RIGHT, on(1, step=2, rates=[0.05]), samples.samples,
      'warn unequal-learning-rates "rank 1" "0.05" "0.1"'),
-    (RIGHT, seen(1, asked=instead("sampler", (2, 1, ""))), samples.samplers,
+    (RIGHT, seen(1, facts=instead("sampler", (2, 1, ""))), samples.samplers,
      'FAIL unequal-samplers "seeds"'),
     (AVERAGED, lambda runs: None, synchronization.averages,
      'warn averaged-weights "2"'),
@@ -477,8 +477,8 @@ CASES = [
                      on(1, buffers=functools.partial(buffered, 1))),
      synchronization.buffers, 'warn unequal-buffers step=0 "BatchNorm"'),
     (RIGHT, copied, side_effects.copies, "warn unequal-copies"),
-    (RIGHT, together(seen(0, written={"/tmp/log": 7}),
-                     seen(1, written={"/tmp/log": 7})),
+    (RIGHT, together(seen(0, writers={"/tmp/log": 7}),
+                     seen(1, writers={"/tmp/log": 7})),
      side_effects.files, 'FAIL shared-files line=7 "log"'),
     (RIGHT, prints, side_effects.files, "warn repeated-output"),
     (RIGHT, together(told(0, weight_decay=(0.05,)), told(
@@ -504,7 +504,7 @@ CASES = [
     (RIGHT, with_nodes(together(told(0, nesterov=(1.0,)), told(
         1, nesterov=(1.0,)))), nodes.as_two_nodes,
      'warn nodes-optimizer-setting "nesterov" "0.weight"'),
-    (RIGHT, with_nodes(seen(1, asked=instead("sampler", (2, 1, "")))),
+    (RIGHT, with_nodes(seen(1, facts=instead("sampler", (2, 1, "")))),
      nodes.as_two_nodes, 'FAIL nodes-sampler "seeds"'),
     (RIGHT, local_writer, nodes.as_two_nodes,
      'warn nodes-shared-files line=7 rank=0 rank=1 "last.pt"'),
@@ -555,9 +555,9 @@ def test_the_words_of_the_findings(answers, snapshot):
 
 @pytest.mark.parametrize("change", [
     # left out by all ranks, or after the last step of another
-    lambda runs: of_all(runs, discarded=[1], skipped=[2]),
-    seen(0, discarded=[4]), in_parts(0, 1),
-    seen(0, discarded=[0])])  # computed for itself, as for a profile
+    lambda runs: of_all(runs, discarded_steps=[1], skipped_steps=[2]),
+    seen(0, discarded_steps=[4]), in_parts(0, 1),
+    seen(0, discarded_steps=[0])])  # computed for itself, as for a profile
 def test_what_is_no_mistake(answers, change):
     found = answers(RIGHT, change)
     assert not [one for one in found.values() if one.verdict == "FAIL"], found
@@ -619,7 +619,7 @@ def test_what_is_thrown_away_belongs_to_no_step(many):
     rows.on_gradients(torch.optim.SGD([weight]))
     record, = log.record.steps
     assert record["rows"] == ["a", "b"] and record["losses"] == [1.5]
-    assert log.record.discarded == [0] * many
+    assert log.record.discarded_steps == [0] * many
 
 
 def test_what_is_taken_elsewhere_before_is_not_thrown_away():
@@ -635,7 +635,7 @@ def test_what_is_taken_elsewhere_before_is_not_thrown_away():
     record, = log.record.steps
     assert record["rows"] == ["a", "b"] * 3 and record["losses"] == [1.5] * 3
     assert record["sums"]["flat"].tolist() == [3, 3]
-    assert not log.record.discarded
+    assert not log.record.discarded_steps
 
 
 def test_another_optimizers_gradients_stay():
@@ -646,7 +646,7 @@ def test_another_optimizers_gradients_stay():
     rows.on_zeroed([two])
     rows.on_gradients(torch.optim.SGD([one]))
     record, = log.record.steps
-    assert record["losses"] == [1.5] and not log.record.discarded
+    assert record["losses"] == [1.5] and not log.record.discarded_steps
 
 
 def test_buffers_that_no_checkpoint_has_are_a_ranks_own():
@@ -772,7 +772,7 @@ def test_a_CPU_compresses_gradients_too(monkeypatch):
 def test_unused_parameters_of_which_DDP_was_told(answers):
     found = answers(RIGHT, together(
         on(1, step=1, without=["Sequential:3.bias"]),
-        seen(1, asked=instead("DistributedDataParallel", True))))
+        seen(1, facts=instead("DistributedDataParallel", True))))
     assert synchronization.unused_parameters not in found
 
 
@@ -785,7 +785,7 @@ def of_few(runs):
                 record |= {kind: first[kind] for kind in ("rows", "columns")}
 
 
-STREAM = seen(0, asked=lambda log: [*log, ("stream with workers", 2)])
+STREAM = seen(0, facts=lambda log: [*log, ("stream with workers", 2)])
 
 
 @pytest.mark.parametrize(("change", "warns"), [
@@ -866,7 +866,7 @@ def test_workers_that_iterate_over_a_stream(monkeypatch, stream, workers):
                         num_workers=workers)]
     several = stream and workers > 1
     assert sorted(read) == sorted([*range(4)] * (1 + several))
-    assert log.record.asked == [("stream with workers", 2)] * several
+    assert log.record.facts == [("stream with workers", 2)] * several
 
 
 @pytest.mark.parametrize(("error", "refused"), [
@@ -1122,7 +1122,7 @@ def test_a_sharded_parameter_has_no_gradient_before_it_is_reduced(recorded):
     """However it was sent: the script did nothing of its own."""
     runs = recorded(RIGHT)
     together(on_all(reduced=0, gradients=sharded),
-             seen(0, asked=lambda log: [*log, ("fully_shard", True)]))(runs)
+             seen(0, facts=lambda log: [*log, ("fully_shard", True)]))(runs)
     found, = questions.synchronization.reductions(
         Comparison(None, runs[1, ""], runs[2, ""]))
     assert found.kind == "reduced-by-fsdp"

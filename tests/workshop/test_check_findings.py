@@ -48,7 +48,7 @@ DEEP = f"x = {'+'.join(['1'] * 2000)}\n"
 def test_a_deep_expression_is_no_mistake(tmp_path):
     script = program(tmp_path / "train_gpt2.py", DEEP)
     ast.parse(DEEP)  # Python runs it
-    one = run(RankExit(0, "", ""), script=script, asked=[], compiled=None)
+    one = run(RankExit(0, "", ""), script=script, facts=[], compiled=None)
     one.source = DEEP.encode()
     verdicts = {}
     for question in QUESTIONS:

@@ -84,7 +84,7 @@ def test_the_solutions_are_right(recorded, stage):
         assert not answers(recorded, stage, column, lambda run: None)
     # a file that is written beside its name has that name
     written = {path for _, run in runs.values()
-               for record in run.records for path in record.written}
+               for record in run.records for path in record.writers}
     assert written and not [
         path for path in written if path.endswith(PART)]
 
@@ -168,20 +168,20 @@ def sleeps(run):
 
 def asks(what, value, rank=1):
     def apply(run):
-        run.records[rank].asked = [
-            (name, value if name == what else asked)
-            for name, asked in run.records[rank].asked]
+        run.records[rank].facts = [
+            (name, value if name == what else known)
+            for name, known in run.records[rank].facts]
     return apply
 
 
 def forgets(what):
-    """No rank has asked for it."""
-    return each("asked", lambda asked: [one for one in asked
+    """Nothing of this name is known of any rank."""
+    return each("facts", lambda facts: [one for one in facts
                                         if one[0] != what])
 
 
 def writes(run):
-    run.records[1].written = run.records[0].written
+    run.records[1].writers = run.records[0].writers
 
 
 def prints(text):

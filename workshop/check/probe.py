@@ -140,7 +140,7 @@ class Course:
         def move(move: Callable[..., Any], module: torch.nn.Module,
                  *args: Any, **kwargs: Any) -> Any:
             if is_gpt(module):
-                log.asked("to", not any(
+                log.note_fact("to", not any(
                     weight.is_meta or isinstance(weight, DTensor)
                     for weight in module.parameters()))
             return move(module, *args, **kwargs)
@@ -153,8 +153,8 @@ class Course:
         def compute(compute: Callable[..., Any], *args: Any, **kwargs: Any
                     ) -> Any:
             name = compute.__name__
-            if ("pytorch", name) not in self.record.asked:
-                self.log.asked("pytorch", name)
+            if ("pytorch", name) not in self.record.facts:
+                self.log.note_fact("pytorch", name)
             if name == "cross_entropy" and not (
                     torch.is_grad_enabled() or self.inferring):
                 self.record.evaluated += args[1].numel() // T
@@ -182,7 +182,7 @@ class Course:
             return
         if isinstance(module, DistributedDataParallel) and (
                 not module.require_backward_grad_sync):
-            self.log.asked("forward in no_sync", None)
+            self.log.note_fact("forward in no_sync", None)
         again = torch._C._current_graph_task_id() != -1  # a checkpoint's
         self.record.recomputed |= again
         if torch.is_grad_enabled() and not self.record.compiled:
@@ -234,7 +234,7 @@ def backstage(log: Log) -> None:
     """
     def ask(what: str, device: object) -> None:
         number = re.search(r"\d+$", str(device))
-        log.asked(what, int(number[0]) if number else None)
+        log.note_fact(what, int(number[0]) if number else None)
 
     @replace(DistributedDataParallel, "__init__")
     def wrap(wrap: Callable[..., None], ddp: DistributedDataParallel,
@@ -248,7 +248,7 @@ def backstage(log: Log) -> None:
     def no_sync(no_sync: Callable[..., Any], ddp: DistributedDataParallel
                 ) -> Any:
         (line, *_), *_ = log.place()
-        log.asked("no_sync", line)
+        log.note_fact("no_sync", line)
         return no_sync(ddp)
 
     @replace(torch.accelerator, "set_device_index")
@@ -259,8 +259,8 @@ def backstage(log: Log) -> None:
     @replace(devices, "use_device")
     def use(use: Callable[..., Any], name: str = "auto", local_rank: int = 0
             ) -> Any:
-        log.asked("device", str(name))
-        log.asked("local_rank", local_rank if isinstance(
+        log.note_fact("device", str(name))
+        log.note_fact("local_rank", local_rank if isinstance(
             local_rank, int) else str(local_rank))
         return use(name, local_rank)
 
@@ -271,9 +271,9 @@ def backstage(log: Log) -> None:
 def written(log: Log, run: str) -> None:
     """Keep the files of the run's folder alone, by their final names."""
     def rename() -> None:
-        log.record.written = {
+        log.record.writers = {
             re.sub(rf"/\.([^/]*)\.\d+-\d+{PART}$", r"/\1", path): opener
-            for path, opener in log.record.written.items() if run in path}
+            for path, opener in log.record.writers.items() if run in path}
 
     log.on("end", rename)
 
@@ -296,8 +296,8 @@ def trainer(log: Log) -> None:
         @replace(Trainer, "__init__")
         def make(make: Callable[..., None], trainer: Trainer, *args: Any,
                  **kwargs: Any) -> None:
-            log.asked("plugins", bool(kwargs.get("plugins")))
-            log.asked("accelerator", kwargs.get("accelerator"))
+            log.note_fact("plugins", bool(kwargs.get("plugins")))
+            log.note_fact("accelerator", kwargs.get("accelerator"))
             # not into the attendee's
             kwargs.setdefault("default_root_dir", log.folder)
             return make(trainer, *args, **kwargs)
@@ -305,8 +305,8 @@ def trainer(log: Log) -> None:
         @replace(Trainer, "fit")
         def fit(fit: Callable[..., Any], trainer: Trainer, *args: Any,
                 **kwargs: Any) -> Any:
-            log.asked("fit", True)
-            log.asked("writers", [type(one).__name__ for one in (
+            log.note_fact("fit", True)
+            log.note_fact("writers", [type(one).__name__ for one in (
                 *trainer.loggers, *trainer.checkpoint_callbacks)])
             return fit(trainer, *args, **kwargs)
 

@@ -208,8 +208,8 @@ def reductions(run: StageRun, reference: StageRun) -> Finding | None:
                   numbers={"times": count}, kind="reduced")
     fix: list[Fragment] = ["reduce once, after the last microbatch"]
     kind = "reduced-repeatedly"
-    entered = run.asked("no_sync")  # the lines
-    if entered and not run.asked("forward in no_sync"):
+    entered = run.facts("no_sync")  # the lines
+    if entered and not run.facts("forward in no_sync"):
         kind = "no-sync-outside-forward"
         fix = ["call the model inside no_sync() (", Line(entered[0]),
                "), too: it takes effect in the forward pass"]

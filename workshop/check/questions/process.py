@@ -44,7 +44,7 @@ def operations(run: StageRun, reference: StageRun) -> Finding | None:
 @question("it trains with kernels of its own",
           where=lambda run: run.about.kernels)
 def own(run: StageRun, reference: StageRun) -> Finding | None:
-    for name in run.asked("pytorch"):
+    for name in run.facts("pytorch"):
         return fail(f"it trains with PyTorch's {name}, not with a kernel of "
                     "its own", kind="no-kernel")
     return None
@@ -114,7 +114,7 @@ def parts(run: StageRun, reference: StageRun) -> Finding | None:
                     "compute the same with it", "add a line for it to the "
                     "plan",
                     kind="not-split")
-    if any(run.asked("to")):
+    if any(run.facts("to")):
         return warn("every device has the whole model before it is sharded",
                     "leave the model on the CPU, as it may not fit: "
                     "fully_shard moves its parts", kind="sharded-late")
@@ -122,7 +122,7 @@ def parts(run: StageRun, reference: StageRun) -> Finding | None:
 
 
 def uses_trainer(run: StageRun) -> bool:
-    return run.about.trainer or bool(run.asked("fit"))
+    return run.about.trainer or bool(run.facts("fit"))
 
 
 @question("it trains with Lightning", where=uses_trainer)
@@ -130,13 +130,13 @@ def trainer(run: StageRun, reference: StageRun) -> Finding | None:
     if not run.about.trainer:
         return fail(f"trainer.fit() is called: it is not stage {run.stage}",
                     kind="lightning")
-    if not run.asked("fit"):
+    if not run.facts("fit"):
         return fail("trainer.fit() is never called", kind="no-lightning")
-    writers = [one for found in run.asked("writers") for one in found]
+    writers = [one for found in run.facts("writers") for one in found]
     if writers:
         return fail(f"the Trainer also writes: {', '.join(writers)}",
                     kind="second-writer")
-    if not any(run.asked("plugins")):
+    if not any(run.facts("plugins")):
         return warn("Lightning guesses which launcher is used",
                     "pass plugins=[lit.get_launcher()]: else it takes the "
                     "shell of a SLURM job for a task that waits for others",
@@ -168,14 +168,14 @@ def devices(run: StageRun, reference: StageRun) -> Finding | None:
                 return fail(["the device or its backend is always "
                              f"{name!r} (", Line(call.lineno),
                              "): --device is ignored"], kind="fixed-device")
-    if set(run.asked("device")) - {"auto"} or (
-            {None, "auto"} & set(run.asked("accelerator"))):
+    if set(run.facts("device")) - {"auto"} or (
+            {None, "auto"} & set(run.facts("accelerator"))):
         return fail("the device does not follow from --device",
                     kind="fixed-device")
     for rank in range(run.mesh.size):
         local = rank % (run.mesh.size // run.mesh.nodes)
         for what in ("local_rank", "set_device", "device_ids"):
-            for asked in run.asked(what, rank):
+            for asked in run.facts(what, rank):
                 if asked is not None and asked != local:
                     return fail(f"rank {rank} uses device {asked!r}, but its "
                                 f"local rank is {local}", ranks=[rank],

@@ -57,7 +57,7 @@ def logged_seconds(run: StageRun, reference: StageRun) -> Finding | None:
 def writers(run: StageRun, reference: StageRun) -> Finding | None:
     written: dict[str, int] = {}  # file -> the rank that writes it
     for rank, record in enumerate(run.all_records):
-        for path in record.written:
+        for path in record.writers:
             if written.setdefault(path, rank) != rank:
                 return fail(f"rank {rank} also writes {Path(path).name}",
                             ranks=[rank], kind="second-writer")

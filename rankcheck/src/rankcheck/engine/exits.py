@@ -205,7 +205,7 @@ def find_mismatch(run: RunRecord) -> list[Fragment]:
 def describe(run: RunRecord, rank: int, call: Event | None) -> list[Fragment]:
     """Say which collective a rank calls. call: None if it calls no more."""
     if call is None:
-        if run.records[rank] and run.asked("left", rank):
+        if run.records[rank] and run.facts("left", rank):
             steps = count_of(run.count_steps(rank), "step")
             return [f"rank {rank} has finished its {steps}"]
         return [f"rank {rank} makes no further collective call"]

@@ -303,7 +303,7 @@ def run_script(run: Run, rank: int, port: int, output: str) -> int:
     except BaseException as error:
         status = 1
         if is_own(error):
-            log.asked("internal error", describe_error(error))
+            log.note_fact("internal error", describe_error(error))
         sys.last_value = error  # as Python itself leaves it
         sys.excepthook(type(error), error, error.__traceback__)
     finally:

@@ -83,9 +83,9 @@ class RunRecord:
             raise InternalError(f"rank {rank} left no record")
         return record
 
-    def asked(self, what: str, rank: int = 0) -> list[Any]:
-        """Return the values that a rank requested for something."""
-        return self.record_of(rank).asked_values(what)
+    def facts(self, name: str, rank: int = 0) -> list[Any]:
+        """Return the values of the facts of this name about a rank."""
+        return self.record_of(rank).fact_values(name)
 
     @property
     def killed(self) -> bool:
@@ -142,7 +142,7 @@ def watch(run: AnyRunRecord, flags: Iterable[Flag], record_folder: Path,
 def require_sound_probes(run: RunRecord) -> None:
     """Raise `InternalError` if a rank was ended by an error of a probe."""
     for rank, record in enumerate(run.records):
-        errors = record.asked_values("internal error") if record else []
+        errors = record.fact_values("internal error") if record else []
         if errors:
             raise InternalError(
                 f"rankcheck itself failed in rank {rank} of "

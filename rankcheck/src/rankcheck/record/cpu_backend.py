@@ -131,5 +131,5 @@ def note_groups(log: Log) -> None:
     def make(make: Callable[..., None], ddp: DistributedDataParallel,
              *args: Any, **kwargs: Any) -> None:
         make(ddp, *args, **kwargs)
-        log.asked("DistributedDataParallel",  # may parameters be unused?
+        log.note_fact("DistributedDataParallel",  # may parameters be unused?
                   ddp.find_unused_parameters or ddp.static_graph)

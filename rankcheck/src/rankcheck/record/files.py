@@ -31,19 +31,19 @@ def opened(log: Log, without: Sequence[str] = ()) -> None:
     """
     def wrote(path: str) -> None:
         if log.step:
-            log.record.results.append(path)
-        if log.is_own_process and path not in log.record.written:
-            log.record.written[path] = opener(log.script)
+            log.record.files_written.append(path)
+        if log.is_own_process and path not in log.record.writers:
+            log.record.writers[path] = opener(log.script)
 
     def on_event(event: str, args: tuple[Any, ...]) -> None:
         if event in ("fcntl.flock", "fcntl.lockf"):  # by turns, or a mere lock
-            log.record.written.pop(os.path.realpath(
+            log.record.writers.pop(os.path.realpath(
                 f"/proc/self/fd/{args[0]}"), None)
         if event == "open" and isinstance(args[0], PATH):
             path = os.path.abspath(os.fsdecode(args[0]))
             if not (args[2] or 0) & (os.O_WRONLY | os.O_RDWR):
                 if not log.step:
-                    log.record.read.append(path)
+                    log.record.files_read.append(path)
             elif not any(part in path for part in without):
                 wrote(path)
 

@@ -49,58 +49,60 @@ class RankRecord:
     A client with probes of its own adds their fields in a subclass.
 
     Attributes:
-        asked: what the script asked for: (what, value), in their order.
+        facts: about the script, such as an option that it uses: (name,
+            value), in the order in which they were seen.
         joined: whether it was still in a process group at its end.
-        written: files that it opened to write them -> who opened them; see
+        writers: files that it opened to write them -> who opened them; see
             `rankcheck.record.files.opener`.
-        read: files that it opened before its first step.
-        results: files that it wrote after that.
+        files_read: those that it opened before its first step.
+        files_written: those that it wrote after that.
         devices: the numbers of the GPUs that it used.
         dropout: whether dropout was switched off.
         batchnorm: whether the statistics of a microbatch enter the loss.
-        low: whether it computes in less than float32.
-        draws: whether a forward pass draws random numbers.
+        low_precision: whether it computes in less than float32.
+        draws_random: whether a forward pass draws random numbers.
         copies: the weights of modules like the model that do not train.
         model: the parameters' names -> their shapes.
-        tied: further names of parameters -> their first ones.
+        tied_names: further names of parameters -> their first ones.
         steps: what led to each step of an optimizer, and its result;
             see `rankcheck.record.rows.Rows.snapshot`.
         shapes: the shapes of the parameters that optimizers have.
-        saved: before which step it has saved something; None if it has not.
-        skipped: steps before which a GradScaler left one out.
-        discarded: steps before which gradients were thrown away.
+        saved_before_step: before which step it has saved something; None if
+            it has not.
+        skipped_steps: those before which a GradScaler left one out.
+        discarded_steps: those before which gradients were thrown away.
         outputs: of the modules, in the first steps; None if there are none.
         settings: of the optimizers' groups, of each optimizer.
         outputs_error: why outputs are no longer recorded.
     """
 
-    SCHEMA: ClassVar[int] = 2
+    SCHEMA: ClassVar[int] = 3
 
-    asked: list[tuple[str, Any]] = field(default_factory=list)
+    facts: list[tuple[str, Any]] = field(default_factory=list)
     joined: bool = False
-    written: dict[str, int | str] = field(default_factory=dict)
-    read: list[str] = field(default_factory=list)
-    results: list[str] = field(default_factory=list)
+    writers: dict[str, int | str] = field(default_factory=dict)
+    files_read: list[str] = field(default_factory=list)
+    files_written: list[str] = field(default_factory=list)
     devices: list[int] = field(default_factory=list)
     dropout: bool = False
     batchnorm: bool = False
-    low: bool = False
-    draws: bool = False
+    low_precision: bool = False
+    draws_random: bool = False
     copies: list[LocalTensors] = field(default_factory=list)
     model: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
+    tied_names: dict[str, str] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    saved: int | None = None
-    skipped: list[int] = field(default_factory=list)
-    discarded: list[int] = field(default_factory=list)
+    saved_before_step: int | None = None
+    skipped_steps: list[int] = field(default_factory=list)
+    discarded_steps: list[int] = field(default_factory=list)
     outputs: RecordedOutputs | None = None
     settings: list[list[GroupSettings]] = field(default_factory=list)
     outputs_error: str = ""
 
-    def asked_values(self, what: str) -> list[Any]:
-        """Return the values with which the script has asked for something."""
-        return [value for name, value in self.asked if name == what]
+    def fact_values(self, name: str) -> list[Any]:
+        """Return the values of the facts of this name."""
+        return [value for known, value in self.facts if known == name]
 
     def write(self, folder: str, rank: int,
               save: Callable[[object, str], object]) -> None:

@@ -120,9 +120,9 @@ class Log:
         for function in self.listeners[event]:
             function(*about)
 
-    def asked(self, what: str, value: Any) -> None:
-        """Note that the script asked for something."""
-        self.record.asked.append((what, value))
+    def note_fact(self, name: str, value: Any) -> None:
+        """Note a fact about the script, such as an option that it uses."""
+        self.record.facts.append((name, value))
 
     @property
     def is_own_process(self) -> bool:
@@ -203,7 +203,7 @@ def note(log: Log, owner: object, name: str, what: str = "") -> None:
     @replace(owner, name)
     def noted(function: Callable[..., Result], *args: Any,
               **kwargs: Any) -> Result:
-        log.asked(what or name, None)
+        log.note_fact(what or name, None)
         return function(*args, **kwargs)
 
 

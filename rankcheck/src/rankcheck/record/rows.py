@@ -135,7 +135,7 @@ class Rows:
 
         @replace(Join, "__exit__")
         def join(join: Callable[..., Any], *args: Any) -> Any:
-            log.asked("join", None)
+            log.note_fact("join", None)
             joined = threading.Event()
             threading.Thread(target=self.leave_with_others, args=[joined],
                              daemon=True).start()
@@ -178,7 +178,8 @@ class Rows:
         """
         log, aside, self.put_aside = self.log, self.put_aside, []
         if log.row.counts or not aside:
-            self.record.discarded += [len(self.record.steps)] * len(aside)
+            step = len(self.record.steps)
+            self.record.discarded_steps += [step] * len(aside)
             return
         first, *others = aside
         for one in others:
@@ -191,7 +192,8 @@ class Rows:
         """Note what a collective says of the step to come."""
         row: Row = self.log.row
         notes: Notes = self.log.notes
-        self.record.low |= any(map(is_low, tensors))  # mixed, or compressed
+        # in mixed precision, or compressed
+        self.record.low_precision |= any(map(is_low, tensors))
         row.mixed |= "gather" in name and bool(notes.pending)
         if name.startswith("recv"):
             notes.received += tensors  # kept: so is where they are
@@ -275,7 +277,7 @@ class Rows:
         if not log.row.counts:  # no loss.backward(), but autograd.grad()
             take_pending(log)
         if log.has_set_epoch and not self.made:  # others are of a validation
-            log.asked("epoch", any(log.has_set_epoch.values()))
+            log.note_fact("epoch", any(log.has_set_epoch.values()))
         number, _ = self.optimizers.setdefault(
             id(optimizer), (len(self.optimizers), optimizer))
         if self.made[number] == self.steps:
@@ -284,8 +286,8 @@ class Rows:
                 os.path.exists(f"{log.folder}/saved-{count}")
                 for count in range(len(self.record.steps) + 1)):
             self.since.add(number)
-            if self.record.saved is None:
-                self.record.saved = len(self.record.steps)
+            if self.record.saved_before_step is None:
+                self.record.saved_before_step = len(self.record.steps)
         weights = self.name_weights(number, optimizer)
         self.record.steps.append(self.snapshot(number, optimizer, weights))
         self.made[number] += 1
@@ -381,13 +383,13 @@ class Rows:
 
     def on_skipped(self) -> None:
         """Forget what led to a step that a GradScaler leaves out."""
-        self.record.skipped.append(len(self.record.steps))
+        self.record.skipped_steps.append(len(self.record.steps))
         self.recorded, self.put_aside = False, []
         self.begin_step()
 
     def leave(self) -> NoReturn:
         """End here, once all others have: gloo fails where one has gone."""
-        self.log.asked("left", None)
+        self.log.note_fact("left", None)
         self.log.finish()
         end = time.monotonic() + 60
         while time.monotonic() < end and not all(

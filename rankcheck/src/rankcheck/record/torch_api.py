@@ -38,7 +38,7 @@ def clipping(log: Log) -> None:
              parameters: torch.Tensor | Iterable[torch.Tensor],
              *args: Any, **kwargs: Any) -> Any:
         if log.notes.scaled:
-            log.asked("clipped", "scaled")
+            log.note_fact("clipped", "scaled")
         weights = ([parameters] if isinstance(parameters, torch.Tensor)
                    else [*parameters])  # what a generator gives only once
         for weight in weights:
@@ -191,11 +191,11 @@ def samplers(log: Log) -> None:
         if isinstance(dataset, Subset):
             subset = hashlib.blake2b(
                 repr([*dataset.indices]).encode()).hexdigest()
-        log.asked("sampler", (sampler.num_replicas, sampler.seed, subset))
+        log.note_fact("sampler", (sampler.num_replicas, sampler.seed, subset))
         if sampler.shuffle:
             log.has_set_epoch[sampler] = hasattr(sampler, "_was_told")
             if sampler.__dict__.pop("_is_told", False):
-                log.asked("epochs", (id(sampler), sampler.epoch))
+                log.note_fact("epochs", (id(sampler), sampler.epoch))
         return counted(log, sampler, begin(sampler))
 
     @replace(DistributedSampler, "set_epoch")
@@ -222,7 +222,7 @@ def streams(log: Log) -> None:
     def iterate(iterate: Callable[..., Any], loader: DataLoader[Any]) -> Any:
         is_stream = isinstance(loader.dataset, IterableDataset)
         if is_stream and loader.num_workers > 1:
-            log.asked("stream with workers", loader.num_workers)
+            log.note_fact("stream with workers", loader.num_workers)
         return iterate(loader)
 
 
@@ -255,7 +255,7 @@ def sharding(log: Log) -> None:
     @replace(fsdp.FSDPModule, "set_requires_gradient_sync")
     def switch_sync(switch: Callable[..., None], module: fsdp.FSDPModule,
                     wanted: bool, *args: Any, **kwargs: Any) -> None:
-        log.asked("gradient sync", bool(wanted))
+        log.note_fact("gradient sync", bool(wanted))
         return switch(module, wanted, *args, **kwargs)
 
     note(log, fsdp.FullyShardedDataParallel, "__init__", "FSDP1")

@@ -113,7 +113,7 @@ class Modules:
                 # Lightning's may be in eval(), around a module that is not
                 log.row.wrapped += torch.is_grad_enabled()
                 if not module.require_backward_grad_sync:
-                    log.asked("forward in no_sync", None)
+                    log.note_fact("forward in no_sync", None)
             if self.inside:
                 output = call(module, *args, **kwargs)
                 log.tell("output", module, output)
@@ -130,7 +130,7 @@ class Modules:
                 output = call(module, *args, **kwargs)
             finally:
                 self.inside = False
-                self.record.draws |= random_states() != states
+                self.record.draws_random |= random_states() != states
             log.tell("output", module, output)
             return output
 
@@ -187,7 +187,7 @@ class Modules:
             known = names.get(id(weight))
             alias = f"{model}:{parts.plain_name(name)}"
             if new and known and known != alias:
-                self.record.tied[alias] = known
+                self.record.tied_names[alias] = known
 
     def watch(self, weight: torch.Tensor) -> None:
         """Watch the gradients of a parameter."""
@@ -246,7 +246,7 @@ class Modules:
         columns, where the batch is the second dimension.
         """
         notes: Notes = self.log.notes
-        self.record.low |= any(
+        self.record.low_precision |= any(
             is_low(weight) or torch.is_autocast_enabled(weight.device.type)
             for weight in module.parameters())
         notes.stream = notes.stream or id(module)

@@ -66,7 +66,7 @@ def choose(runs: Runs) -> Choice:
     stepped = all(record and record.steps for record in multi_run.records)
     skips = find_skips(multi_run)
     uneven = skips or compare_step_counts(multi_run)
-    if skips and any(record and multi_run.asked("left", rank)
+    if skips and any(record and multi_run.facts("left", rank)
                      for rank, record in enumerate(multi_run.records)):
         ended = None  # it follows: a rank was done, and others waited for it
     if skips and stepped:
@@ -89,7 +89,7 @@ def choose(runs: Runs) -> Choice:
         findings.append(ended)
     comparison = Comparison(
         runs, None if refused else single_run, multi_run)
-    if not refused and not comparison.asked("FSDP1"):
+    if not refused and not comparison.facts("FSDP1"):
         comparison = replace(comparison, hand_sharded=find_hand_sharded(
             single_run, multi_run, ended))
     return compare(comparison, findings)

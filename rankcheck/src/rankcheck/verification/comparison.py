@@ -37,7 +37,7 @@ QUESTIONS: list[Question[Comparison]] = []
 
 def shows_tensors(case: Comparison) -> bool:
     """Return whether tensors were seen: those of FSDP 1 cannot be."""
-    return not case.asked("FSDP1")
+    return not case.facts("FSDP1")
 
 
 def question(title: str, where: Callable[[Comparison], bool] = shows_tensors
@@ -149,7 +149,8 @@ class Comparison:
     @property
     def tolerance_factor(self) -> int:
         """How much larger an error may be in low precision."""
-        low = any(record.low for record in self.multi_process_run.all_records)
+        records = self.multi_process_run.all_records
+        low = any(record.low_precision for record in records)
         return LOW if low else 1
 
     def elements(self, records: Sequence[StepRecord]) -> int:
@@ -179,17 +180,17 @@ class Comparison:
         sharded = self.steps[0][0]["gradients"]["sharded"].values()
         if self.hand_sharded:
             return True
-        fully_shard = self.asked("fully_shard")
+        fully_shard = self.facts("fully_shard")
         for entry in sharded:
             kinds = [kind for kind, _ in entry["placements"]]
             if not fully_shard or sum("Shard" in kind for kind in kinds) > 1:
                 return True
         return False
 
-    def asked(self, what: str) -> list[Any]:
-        """Return the values with which the ranks have asked for something."""
+    def facts(self, name: str) -> list[Any]:
+        """Return the values of the facts of this name, of all ranks."""
         return [value for rank in range(self.size)
-                for value in self.multi_process_run.asked(what, rank)]
+                for value in self.multi_process_run.facts(name, rank)]
 
     def named(self, names: Iterable[str]) -> str:
         """Return parameters in words, in the optimizer's order."""
@@ -271,7 +272,7 @@ def left_out(record: RankRecord) -> list[int]:
 
     A GradScaler leaves one out, or the script throws its gradients away.
     """
-    return sorted([*record.skipped, *record.discarded])
+    return sorted([*record.skipped_steps, *record.discarded_steps])
 
 
 def decisions(record: RankRecord) -> list[str]:
@@ -281,9 +282,10 @@ def decisions(record: RankRecord) -> list[str]:
     """
     made: list[str] = []
     for step in range(len(record.steps) + 1):
-        made += ["its GradScaler skipped it"] * record.skipped.count(step)
-        made += ["its gradients were discarded"] * record.discarded.count(
-            step)
+        skipped = record.skipped_steps.count(step)
+        made += ["its GradScaler skipped it"] * skipped
+        discarded = record.discarded_steps.count(step)
+        made += ["its gradients were discarded"] * discarded
         if step < len(record.steps):
             made.append("makes")
     return made
@@ -298,7 +300,7 @@ def find_skips(run: RunRecord) -> list[Finding]:
     # one that has died has left no record
     each = {rank: decisions(record)
             for rank, record in enumerate(run.records) if record}
-    ended = {rank for rank in each if run.asked("left", rank)}
+    ended = {rank for rank in each if run.facts("left", rank)}
     first = min(each, default=0)
     for rank, decided in each.items():
         if len(decided) != len(each[first]) and {rank, first} <= ended:

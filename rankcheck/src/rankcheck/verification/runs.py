@@ -182,7 +182,7 @@ def how_it_ends(run: RunRecord, words: str = "") -> Finding | None:
             if error in finding.error:
                 finding.fix = [fix]
                 break
-        if any(record and run.asked("spawn", rank)
+        if any(record and run.facts("spawn", rank)
                for rank, record in enumerate(run.records)):
             finding.fix = [SPAWNS]
         return finding
@@ -207,7 +207,7 @@ def reduces(run: RunRecord) -> bool:
 
 def compare_step_counts(run: RunRecord) -> list[Finding]:
     """Return a failure if the ranks have not made as many steps."""
-    if any(record and run.asked("join", rank)
+    if any(record and run.facts("join", rank)
            for rank, record in enumerate(run.records)):
         return []  # they need not
     made = [run.count_steps(rank) for rank in range(len(run.records))]

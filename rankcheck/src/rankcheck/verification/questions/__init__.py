@@ -122,7 +122,7 @@ def after_last_step(case: Comparison) -> str:
     text = f"anything after step {made - 1}"
     if made < case.runs.steps:
         who = "the script"
-        if case.asked("join"):
+        if case.facts("join"):
             who = "a rank"
         return f"{text}, when {who} ended"
     text += ": the end of an epoch, validation"
@@ -154,7 +154,7 @@ def unseen_of_ranks(case: Comparison) -> list[str]:
     if case.reduces_in_step:
         texts.append("gradients that the optimizer reduces: only the "
                      "resulting weights are seen")
-    if case.asked("FSDP1"):
+    if case.facts("FSDP1"):
         texts.append("gradients and weights: FullyShardedDataParallel hides "
                      "them (fully_shard does not)")
     return texts

@@ -46,9 +46,9 @@ def leftovers(case: Comparison) -> list[Finding]:
         if run is None:
             continue
         for record in run.all_records:
-            reused |= results.intersection(record.read)
+            reused |= results.intersection(record.files_read)
         for record in run.all_records:
-            results.update(record.results)
+            results.update(record.files_written)
     if not reused:
         return []
     names = ", ".join(sorted({Path(path).name for path in reused})[:3])
@@ -112,7 +112,7 @@ def gradient_parts(records: StepRecords) -> list[torch.Tensor]:
 @question("all ranks join one process group")
 def process_group(case: Comparison) -> list[Finding]:
     """Answer whether a rank joins a process group, or reduces anything."""
-    if (case.asked("init_process_group")
+    if (case.facts("init_process_group")
             or any(record.joined
                    for record in case.multi_process_run.all_records)
             or any(step["reduced"] for step in flatten(case.steps))):
@@ -140,7 +140,7 @@ def parameters(case: Comparison) -> list[Finding]:
     extra = find_extra(case.single_process_run, case.multi_process_run)
     if not extra:
         return []
-    tied = case.single_process_run.record_of(0).tied
+    tied = case.single_process_run.record_of(0).tied_names
     for name in sorted(extra & tied.keys()):
         return [fail(
             f"{case.named([name])} and {case.named([tied[name]])} share one "

@@ -82,7 +82,7 @@ def why_not(case: Comparison) -> str:
         return "tested on the CPU only, without --device gpu"
     if case.failed:
         return "tested only if nothing fails on one"
-    if case.asked("join"):
+    if case.facts("join"):
         return "not tested, because ranks end at different times"
     if not case.steps:
         return "not tested, because no step was made by all ranks"
@@ -310,7 +310,7 @@ def gradients(both: TwoNodes) -> list[Finding]:
     """
     case = both.case
     if case.skip_reason or case.hand_sharded or any(
-            record.draws for record in both.run.all_records):
+            record.draws_random for record in both.run.all_records):
         return []
     pairs = both.pairs[:case.compared_steps]
     for step, (two, one) in enumerate(pairs):
@@ -389,7 +389,7 @@ def find_written(run: RunRecord) -> list[WrittenFile]:
     """Return the files that ranks write, one for each opener of each."""
     found: dict[tuple[Opener, str], list[int]] = {}
     for rank, record in enumerate(run.all_records):
-        for path, opener in record.written.items():
+        for path, opener in record.writers.items():
             found.setdefault((opener, path), []).append(rank)
     return [WrittenFile(path, opener, ranks)
             for (opener, path), ranks in found.items()]
@@ -416,7 +416,7 @@ def caches(both: TwoNodes) -> list[Finding]:
                 map(both.node, file.ranks))
             openers[file.path] = file.opener
     for rank, record in enumerate(both.run.all_records):
-        for path in record.read:
+        for path in record.files_read:
             if path in nodes and both.node(rank) not in nodes[path]:
                 return [reads_of_other_node(both.run, rank, path,
                                             openers[path])]

@@ -43,7 +43,7 @@ class SamplerStart(NamedTuple):
 
 def sampler_starts(run: RunRecord, rank: int) -> list[SamplerStart]:
     """Return each start of a DistributedSampler on a rank, in their order."""
-    return [SamplerStart(*start) for start in run.asked("sampler", rank)]
+    return [SamplerStart(*start) for start in run.facts("sampler", rank)]
 
 
 def places_of(opener: Opener) -> list[Line]:

@@ -43,7 +43,7 @@ def resumed_run(case: Comparison) -> list[Finding]:
     first, ended = case.runs("saved")
     if ended:
         return [ended]
-    places = {record.saved for record in first.all_records}
+    places = {record.saved_before_step for record in first.all_records}
     at = next(iter(places))  # steps of all optimizers before that
     if at is None or None in places:
         return [fail("torch.save saves nothing before step "

@@ -207,7 +207,7 @@ def read_by(case: Comparison, number: int) -> Reading:
         steps, [rows(single[i:i + group]) for i in range(0, len(single),
                                                          group)],
         partitioned=epochs == {1},
-        streamed=bool(case.asked("stream with workers")))
+        streamed=bool(case.facts("stream with workers")))
 
 
 def starts_over_all(case: Comparison, rank: int) -> list[SamplerStart]:
@@ -601,13 +601,13 @@ def samplers(case: Comparison) -> list[Finding]:
                          "once", "use the same seed on all ranks, for "
                          "random_split as well", kind="unequal-samplers")]
     # rank 0's: (sampler, epoch)
-    epochs = case.multi_process_run.asked("epochs")
+    epochs = case.multi_process_run.facts("epochs")
     if len(epochs) > len(set(epochs)) == len(dict(epochs)):
         return [warn(f"set_epoch({epochs[0][1]}) is called in several epochs",
                      "call sampler.set_epoch(epoch) with the epoch's number: "
                      "otherwise every epoch has the same order",
                      kind="constant-epoch")]
-    if False in case.asked("epoch"):
+    if False in case.facts("epoch"):
         return [warn("a DistributedSampler shuffles, but set_epoch was not "
                      "called before its first epoch", "call sampler.set_epoch("
                      "epoch) in each epoch: without it, or another seed, "

@@ -136,7 +136,7 @@ def find_shared_files(case: Comparison) -> dict[Opener, list[str]]:
     """
     openers: dict[str, list[Opener]] = {}  # of each file, by its path
     for record in case.multi_process_run.all_records:
-        for path, opener in record.written.items():
+        for path, opener in record.writers.items():
             openers.setdefault(path, []).append(opener)
     shared: dict[Opener, list[str]] = {}
     for path, found in openers.items():

@@ -644,7 +644,8 @@ def explain_small_error(case: Comparison) -> Explanation | None:
             "BatchNorm normalizes by the samples of one process",
             "use nn.SyncBatchNorm.convert_sync_batchnorm(model) on GPUs, "
             "which normalizes by all")
-    if any(record.draws for record in case.multi_process_run.all_records):
+    records = case.multi_process_run.all_records
+    if any(record.draws_random for record in records):
         return Explanation(
             "the model draws random numbers, different ones on each rank",
             "switch that off by a flag, if there is one, to compare the rest; "

@@ -192,7 +192,7 @@ def reductions(case: Comparison) -> list[Finding]:
     findings = []
     if equal:
         findings += how_often(case, elements, few)
-    if case.asked("clipped"):
+    if case.facts("clipped"):
         findings.append(warn(
             "gradients are clipped before scaler.unscale_(optimizer)", "call "
             "scaler.unscale_(optimizer) first: the limit is for unscaled "
@@ -249,14 +249,14 @@ def how_often(case: Comparison, elements: list[int], otherwise: bool
     if most.times < MORE_OFTEN * min(turn.times for turn in turns):
         where = "per step"
     text = f"gradients are reduced {most.times:.2g} times {where}, {sent}"
-    if case.asked("fully_shard"):  # it costs memory to do otherwise
+    if case.facts("fully_shard"):  # it costs memory to do otherwise
         return [ok(text, proves=REDUCED, numbers={"times": most.times},
                    kind="reduced")]
     fix = ("reduce once: run all microbatches but the last under "
            "model.no_sync(), including their forward pass; or check "
            "whether one loss takes several backward passes")
     kind = "reduced-repeatedly"
-    if case.asked("no_sync") and not case.asked("forward in no_sync"):
+    if case.facts("no_sync") and not case.facts("forward in no_sync"):
         kind = "no-sync-outside-forward"
         fix = ("call the model inside model.no_sync(), for all "
                "microbatches but the last: it takes effect in the forward "
@@ -267,7 +267,7 @@ def how_often(case: Comparison, elements: list[int], otherwise: bool
 
 def reduced_otherwise(case: Comparison) -> Finding:
     """Say that gradients are equal without a reduction that was seen."""
-    if case.asked("fully_shard") and not any(
+    if case.facts("fully_shard") and not any(
             record["gradients"]["plain"] for record in flatten(case.steps)):
         # a sharded parameter has no gradient before that
         return ok("gradients are reduced by fully_shard; how often was not "
@@ -326,14 +326,14 @@ def not_reduced(case: Comparison, step: int, elements: int) -> Finding:
 
 def how_to_reduce(case: Comparison) -> str:
     """Say what a script does wrong that does not reduce gradients."""
-    if case.asked("fully_shard"):
-        switched = case.asked("gradient sync")
+    if case.facts("fully_shard"):
+        switched = case.facts("gradient sync")
         if switched and not any(switched):
             return ("call set_requires_gradient_sync(True) before the last "
                     "microbatch: it was only called with False")
         return ("call fully_shard with every module that trains, and "
                 "set_requires_gradient_sync(True) before the last microbatch")
-    if not case.asked("DistributedDataParallel"):
+    if not case.facts("DistributedDataParallel"):
         return ("wrap the model in DistributedDataParallel and call the "
                 "wrapper, or all_reduce every gradient before "
                 "optimizer.step()")
@@ -354,7 +354,7 @@ def unused_parameters(case: Comparison) -> list[Finding]:
     keys -= case.hand_sharded
     if not keys:
         return []
-    switched = case.asked("gradient sync")
+    switched = case.facts("gradient sync")
     if switched and not any(switched):
         return []  # FSDP2 has them elsewhere until it reduces them
     text = f"{counted(keys, 'parameter')} got no gradient in "
@@ -362,14 +362,14 @@ def unused_parameters(case: Comparison) -> list[Finding]:
         fix = "check that backward() reaches them"
         if all(key.startswith("parameter ") for key in keys):
             fix = "give the optimizer the parameters of the model that trains"
-            if case.asked("fully_shard"):
+            if case.facts("fully_shard"):
                 fix = ("create the optimizer after fully_shard, which "
                        "replaces the parameters")
         return [fail(f"{text}any step: {case.named(keys)}", fix,
                      numbers={"parameters": len(keys)},
                      kind="no-gradients")]
     text += f"some step: {case.named(keys)}"
-    if any(case.asked("DistributedDataParallel")):
+    if any(case.facts("DistributedDataParallel")):
         return [ok(f"{text}, as declared to DDP", kind="unused-parameters")]
     return [warn(text, "remove unused ones, or set "
                  "find_unused_parameters=True of DDP",
@@ -556,7 +556,7 @@ def not_the_mean(case: Comparison, step: int, found: ReducedGradients
     if names:
         return some_summed(case, step, names)
     fix = "check whether the script changes gradients elsewhere"
-    if case.asked("register_comm_hook"):
+    if case.facts("register_comm_hook"):
         fix = "check that DDP's communication hook changes them on purpose"
     return warn(f"in step {step} the gradients differ from the mean over the "
                 "ranks by a relative error of "
@@ -625,7 +625,7 @@ def summed(case: Comparison, step: int) -> Finding:
         return ok(f"{text}, and match the single-process run",
                   numbers={"step": step}, kind="summed-gradients")
     fix = SUMMED
-    if case.asked("register_comm_hook"):
+    if case.facts("register_comm_hook"):
         fix = ("divide by the number of processes in the communication "
                "hook, which replaces DDP's average")
     loss = mean_loss(case.steps[0])
