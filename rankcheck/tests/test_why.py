@@ -180,7 +180,7 @@ def test_what_a_main_thread_does_is_not_guessed():
               "written": 9, "began": 1, "stack": [["x.py", 3, "<module>"]],
               "ended": None, "answers": True,
               "work": [["thread", 7, "python", "S", True, None]]}
-    assert describe(Rank(record, alive=True, fresh=True)).endswith(
+    assert describe(Rank(record, alive=True, has_answered=True)).endswith(
         "; computes, reads or writes")
 
 
@@ -224,7 +224,7 @@ def test_where_a_stopped_process_is_not_guessed():
     assert said.kind == "stopped process"
     assert said.text.endswith(", then in line 3 of x.py")
     record["world_size"] = 1
-    assert judge([Rank(record, alive=True, fresh=True)]).kind == ""
+    assert judge([Rank(record, alive=True, has_answered=True)]).kind == ""
 
 
 def test_a_process_in_a_container():

@@ -304,7 +304,7 @@ time.sleep(60)
         wait_for(lambda: [*(tmp_path / "why").glob("*.json")], 60)
         wait_for(lambda: any(
             "threads" in record for record in evidence.read(tmp_path / "why")
-            ) or watcher.add_question(tmp_path / "why/ask") is None, 60)
+            ) or watcher.add_request(tmp_path / "why/ask") is None, 60)
         rank, = evidence.collect(tmp_path / "why")
     finally:
         job.kill()

@@ -149,7 +149,8 @@ def keep(folder: Path, file: Path) -> None:
             {name: value for name, value in call.items() if name != "of"}
             for call in (rank.calls or [])[-MOST_CALLS:]]
         record["work"] = [work for work in rank.work if work[4] or work[5]]
-        lines.append(json.dumps([record, rank.alive, rank.fresh, rank.last]))
+        lines.append(json.dumps([record, rank.alive, rank.has_answered,
+                                 rank.stack_dump]))
     file.write_text(hide_machine("\n".join(lines)) + "\n")
 
 

@@ -148,7 +148,7 @@ def describe_place(rank: Rank) -> str:
 def list_activities(rank: Rank) -> list[str]:
     """Return what a rank that runs does, and where."""
     where = describe_place(rank)
-    if not rank.answers:
+    if not rank.has_watcher:
         where = "has imported neither torch nor mpi4py"
     is_idle = rank.seconds_in_line >= SOON / 2
     if is_idle:
@@ -222,7 +222,7 @@ def describe_kill(rank: Rank) -> str:
     wait = name_wait(rank)
     if wait:
         words += f", waiting in {wait}"
-    caller = rank.find_place(find_frames(main_thread(rank.last))[::-1])
+    caller = rank.find_place(find_frames(main_thread(rank.stack_dump))[::-1])
     if caller[:2] != rank.place[:2] and caller.line and (
             rank.sources.owner(caller.file) == SCRIPT):
         words += f"; a thread of its own called abort() in {caller}"

@@ -309,11 +309,11 @@ def collect(folder: Path) -> list[Rank]:
 
 def gather(folder: Path) -> Evidence:
     """Ask all ranks that may run, and read what there is of each job."""
-    records, question, refused = read(folder), "no question", ""
+    records, request, refused = read(folder), "no request", ""
     if any(lives(record) is not False for record in records):
         try:
-            question = watcher.add_question(folder / "ask")
-            records = wait_for_answers(folder, records, question)
+            request = watcher.add_request(folder / "ask")
+            records = wait_for_answers(folder, records, request)
         except OSError as error:
             refused = error.strerror or str(error)
     nested = find_nested(records)
@@ -322,22 +322,22 @@ def gather(folder: Path) -> Evidence:
         record["alive"] = lives(record)
     starts = start.starts_of(folder)
     last = starts[-1].token if starts else None
-    found = [make_ranks(folder, job, question)
+    found = [make_ranks(folder, job, request)
              for job in jobs.choose(jobs.split(records), last)]
     gathered = Evidence(found, refused)
-    add_nested(gathered.ranks, nested, question)
+    add_nested(gathered.ranks, nested, request)
     return gathered
 
 
 def wait_for_answers(folder: Path, records: list[ProcessRecord],
-                     question: str) -> list[ProcessRecord]:
+                     request: str) -> list[ProcessRecord]:
     """Return the records, once all ranks have answered, or had their time to.
     """
     end = time.monotonic() + ANSWER
     while time.monotonic() < end and any(
             record["answers"] and not record["ended"]
             and lives(record) is not False
-            and not (question in record["asked"] and "stack_samples" in record)
+            and not (request in record["asked"] and "stack_samples" in record)
             for record in records):
         time.sleep(0.5)
         records = read(folder)
@@ -345,7 +345,7 @@ def wait_for_answers(folder: Path, records: list[ProcessRecord],
 
 
 def make_ranks(folder: Path, records: list[ProcessRecord],
-               question: str) -> list[Rank]:
+               request: str) -> list[Rank]:
     """Return the ranks of one job, sorted."""
     # a process without a number may have started those that have one; else it
     # is no rank of several
@@ -363,8 +363,8 @@ def make_ranks(folder: Path, records: list[ProcessRecord],
         if not (record["answers"] or record["ended"]):
             record["idle_seconds"] = time.time() - record["written"]
         stack = folder / f"{record['process']}.stack"
-        fresh = not record["answers"] or question in record["asked"]
-        ranks.append(Rank(record, alive, fresh, proc.read_text(stack)))
+        has_answered = not record["answers"] or request in record["asked"]
+        ranks.append(Rank(record, alive, has_answered, proc.read_text(stack)))
     # a monitor that a wrapper starts has a rank's number, too; and of two
     # ranks with the same one, the older one counts while it runs
     ranks.sort(key=lambda rank: rank.claim)
@@ -400,13 +400,13 @@ def find_nested(records: list[ProcessRecord]) -> list[ProcessRecord]:
 
 
 def add_nested(ranks: list[Rank], nested: list[ProcessRecord],
-               question: str) -> None:
+               request: str) -> None:
     """Let each rank know those of a job that it has started itself."""
     for rank in ranks:
         started = [one for one in nested if one["starter"] == str(rank.pid)
                    and one["host"] == rank.host]
         rank.started_ranks = [
-            Rank(one, True, question in one["asked"]) for one in started]
+            Rank(one, True, request in one["asked"]) for one in started]
 
 
 def read(folder: Path) -> list[ProcessRecord]:

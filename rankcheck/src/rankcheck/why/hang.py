@@ -122,19 +122,19 @@ def watch(job: int, task: Task) -> None:
     """Run the command when the job hangs; return then, or when it ends."""
     ended = select.poll()
     ended.register(job, select.POLLIN)
-    asked = ""
+    requests = ""
     quiet_since: float | None = None
     while not ended.poll(1000 * POLL):
-        before, asked = asked, proc.read_text(task.folder / "ask")
-        if asked != before:  # then a rank has stood still, or somebody asks
+        before, requests = requests, proc.read_text(task.folder / "ask")
+        if requests != before:  # then a rank has stood still, or somebody asks
             quiet_since = find_quiet(task.folder)
         if quiet_since is None or time.time() < quiet_since + task.seconds:
             continue
         ranks = evidence.gather(task.folder).ranks
         if ended.poll(0):
             return
-        asked = proc.read_text(task.folder / "ask")
-        if is_hanging(ranks, asked, task.seconds):
+        requests = proc.read_text(task.folder / "ask")
+        if is_hanging(ranks, requests, task.seconds):
             run_command(task, ranks)
             return
         quiet_since = find_quiet(task.folder)
@@ -150,19 +150,21 @@ def find_quiet(folder: Path) -> float | None:
     return max(since, default=None)
 
 
-def is_hanging(ranks: list[Rank], asked: str, seconds: float) -> bool:
+def is_hanging(ranks: list[Rank], requests: str, seconds: float) -> bool:
     """Whether no rank that runs has made progress for this time."""
     running = [rank for rank in ranks if rank.ending in ("runs", "silent")]
     return bool(running) and all(
-        is_idle(rank, asked, seconds) for rank in running)
+        is_idle(rank, requests, seconds) for rank in running)
 
 
-def is_idle(rank: Rank, asked: str, seconds: float) -> bool:
+def is_idle(rank: Rank, requests: str, seconds: float) -> bool:
     """Whether it waits, or nothing of it works, for so long; of one that does
     not answer, whether it has not done so for this time.
     """
-    if rank.is_unresponsive and rank.answers:
-        unanswered = asked.rpartition(rank.asked)[2] if rank.asked else asked
+    if rank.is_unresponsive and rank.has_watcher:
+        unanswered = requests
+        if rank.seen_requests:
+            unanswered = requests.rpartition(rank.seen_requests)[2]
         first = unanswered.strip().partition("\n")[0]
         return first.isdigit() and time.time() - int(first) / 1e9 >= seconds
     works = rank.computes or any(work.has_worked for work in rank.work

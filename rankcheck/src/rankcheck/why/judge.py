@@ -125,7 +125,7 @@ BEGINS, STOPS, ENDS, SLOW = ("it never starts", "it hangs", "it ends",
 def stopped(job: Job) -> Diagnosis | None:
     """a signal has stopped it, as Ctrl-Z and `scontrol suspend` do"""
     ranks = job.select(lambda rank: rank.runs and rank.state == "T"
-                       and not (rank.answers and rank.fresh))
+                       and not (rank.has_watcher and rank.has_answered))
     if not ranks:
         return None
     words = ", ".join(

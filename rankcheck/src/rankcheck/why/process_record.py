@@ -133,7 +133,7 @@ class ProcessRecord(TypedDict, total=False):
     joined: bool  # whether it has joined a group
     answer: str  # as proc.try_meeting() returns it
     answers: bool  # whether its thread runs
-    asked: str  # the last questions that it knows
+    asked: str  # the last requests that it has seen
     idle_seconds: float  # seconds without a move of the main thread
     line_seconds: float | None  # seconds in the script's line
     script_ended: bool  # whether the script has ended, and the process has not

@@ -146,8 +146,8 @@ class Claim(NamedTuple):
     """
 
     joins: bool  # or has joined
-    answers: bool
-    launched: bool
+    has_watcher: bool  # whose thread answers
+    has_launcher: bool  # as its parent
     began: float
 
     def is_like(self, other: Claim) -> bool:
@@ -161,8 +161,8 @@ class Rank:
     Args:
         record: as watcher.py writes it; `of` is added to its calls.
         alive: whether it lives; None if that cannot be seen from here.
-        fresh: whether it has answered now.
-        last: its .stack file.
+        has_answered: whether it has answered now.
+        stack_dump: its .stack file, which faulthandler writes.
 
     Attributes:
         idle_seconds: since its main thread has moved.
@@ -176,9 +176,10 @@ class Rank:
     """
 
     def __init__(self, record: ProcessRecord, alive: bool | None = None,
-                 fresh: bool = False, last: str = "") -> None:
+                 has_answered: bool = False, stack_dump: str = "") -> None:
         self.record = record
-        self.alive, self.fresh, self.last = alive, fresh, last
+        self.alive, self.has_answered = alive, has_answered
+        self.stack_dump = stack_dump
         # evidence.py gives a number to a process that has none
         self.rank = cast(int, record["rank"])
         self.world_size = record.get("world_size")
@@ -189,8 +190,8 @@ class Rank:
         self.began = record["began"]
         self.written = record["written"]
         self.ended = record["ended"]
-        self.answers = record["answers"]
-        self.asked = record.get("asked", "")
+        self.has_watcher = record["answers"]
+        self.seen_requests = record.get("asked", "")
         # a rank that only its launcher has seen has not written these, and an
         # older record lacks some
         self.stack: Stack = record.get("stack", ())
@@ -203,7 +204,7 @@ class Rank:
         self.line_seconds = record.get("line_seconds")
         self.script_ended = record.get("script_ended", False)
         self.joined = record.get("joined", False)
-        self.launched = record.get("launched", True)
+        self.has_launcher = record.get("launched", True)
         self.uses_mpi = record.get("mpi", False)
         self.message = record.get("message")
         self.switched_off = record.get("switched_off", "")
@@ -225,15 +226,16 @@ class Rank:
         self.address = ":".join(map(str, self.master))
         self.sources = Sources(self.folders, record.get("library", ""))
         self.calls = find_collectives(record.get("calls") or ())
-        self.crash = "".join(re.findall("Fatal Python error: (.*)", last)[:1])
+        self.crash = "".join(re.findall("Fatal Python error: (.*)",
+                                        stack_dump)[:1])
         self.runs = self.ending == "runs"
         self.is_unresponsive = self.ending == "silent" or (
-            self.runs and not fresh)
+            self.runs and not has_answered)
         self.calls_are_stale = False
         written_stack = self.stack
         if self.ended and self.ended.get("stack"):
             self.stack = self.ended["stack"]
-        elif last and not self.runs:
+        elif stack_dump and not self.runs:
             self.stack = self.find_last_stack() or self.stack
         if self.find_place(written_stack)[1:] != (
                 self.find_place(self.stack)[1:]):
@@ -245,17 +247,17 @@ class Rank:
         self.place = self.find_place(self.stack)
         self.is_joining = self.has_frame(
             "init_process_group|rendezvous|create_c10d_store")
-        self.claim = Claim(self.joined or self.is_joining, self.answers,
-                           self.launched, self.began)
+        self.claim = Claim(self.joined or self.is_joining, self.has_watcher,
+                           self.has_launcher, self.began)
 
     def find_last_stack(self) -> Stack:
         """Return the stack that SIGTERM or a crash has left, outermost frame
         first: the main thread's, where that waited for others meanwhile.
         """
-        main = find_frames(last_thread(self.last))[::-1]
+        main = find_frames(last_thread(self.stack_dump))[::-1]
         if self.sources.find_wait(main):
             return main
-        stack = find_frames(main_thread(self.last))[::-1]
+        stack = find_frames(main_thread(self.stack_dump))[::-1]
         # another thread's, or Python's at its end: no line of the script
         file = self.find_place(stack).file
         if stack and file == stack[-1][0] and self.sources.owner(file) in (
@@ -268,7 +270,7 @@ class Rank:
         """How it has ended, as far as its record and the system say it."""
         if self.crash:
             return "killed"
-        lives = self.fresh if self.alive is None else self.alive
+        lives = self.has_answered if self.alive is None else self.alive
         if self.signal and (self.ended or not lives) and not self.alive:
             if self.signal in ("SIGTERM", "SIGINT", "SIGHUP"):
                 return "stopped"
@@ -305,7 +307,7 @@ class Rank:
             return self.crash
         if ended.get("error") == "KeyboardInterrupt":
             return "SIGINT"
-        if self.last and not ended:
+        if self.stack_dump and not ended:
             return "SIGTERM"
         status = ended.get("status")
         if not isinstance(status, int) or status >= 0:

@@ -223,7 +223,7 @@ class Watcher:
         places: hashes of those where the main thread was since `progress`.
         progress: of its collectives, as calls.progress() returns it.
         script_ended: whether the script has ended, and the process has not.
-        asked: the questions that are answered.
+        seen_requests: the requests that are answered.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -255,7 +255,7 @@ class Watcher:
         self.script_ended = False
         self.thread: int | None = None
         self.ended: Ended | None = None
-        self.asked = ""
+        self.seen_requests = ""
         self.lock = threading.Lock()  # for the files, and for how it ended
         self.stack_file = OpenFile(self.file.with_suffix(".stack"))
         self.end_file = OpenFile(self.file.with_suffix(".end"))
@@ -328,7 +328,7 @@ class Watcher:
     def watch_moves(self) -> None:
         """Sample the main thread until the process ends."""
         self.thread = threading.get_native_id()
-        self.asked = proc.read_text(self.ask)
+        self.seen_requests = proc.read_text(self.ask)
         wait: float = STILL
         self.write()
         now, first_at_end = time.monotonic(), False
@@ -355,10 +355,11 @@ class Watcher:
             self.note_end()
             if self.idle_seconds > wait:
                 with contextlib.suppress(OSError):  # for example a full disk
-                    add_question(self.ask)
-            asked = proc.read_text(self.ask)
-            if asked != self.asked:
-                self.asked, wait = asked, 2 * max(wait, self.idle_seconds)
+                    add_request(self.ask)
+            requests = proc.read_text(self.ask)
+            if requests != self.seen_requests:
+                self.seen_requests = requests
+                wait = 2 * max(wait, self.idle_seconds)
                 self.write()  # at once: on a busy node the rest takes long
                 self.write(lines=True)
 
@@ -482,7 +483,7 @@ class Watcher:
             "folders": sources.find_folders(),
             "switched_off": calls.find_switched_off(),
             "answers": self.thread is not None,
-            "asked": self.asked[-1000:],  # the last questions
+            "asked": self.seen_requests[-1000:],  # the last requests
             "state": proc.read_state(self.owner),
             "launched": launchers.is_launcher(proc.read_command(os.getppid())),
             "calls": None, "mpi": "mpi4py.MPI" in sys.modules,
@@ -513,12 +514,12 @@ class Watcher:
             warn(error)
 
 
-def add_question(file: Path) -> str:
-    """Ask all ranks, beside what others ask. Returns the question."""
-    question = f"{time.time_ns()}\n"
-    with file.open("a") as asked:
-        asked.write(question)
-    return question
+def add_request(file: Path) -> str:
+    """Ask all ranks, beside what others ask. Returns the request."""
+    request = f"{time.time_ns()}\n"
+    with file.open("a") as requests:
+        requests.write(request)
+    return request
 
 
 def add_error(ended: Ended, error: BaseException | None) -> None:
