@@ -71,13 +71,13 @@ def gather_state(model: nn.Module,
             part = part.full_tensor()  # from all ranks of the pipeline stage
         return part.cpu() if rank in firsts else None
 
-    weights, optim_state = mine = tree_map_only(torch.Tensor, gather, (
+    weights, optim_state = state = tree_map_only(torch.Tensor, gather, (
         state_dict.get_model_state_dict(model),
         state_dict.get_optimizer_state_dict(model, optimizer)))
     cpus = join_first_ranks(tuple(firsts)) if len(firsts) > 1 else None
     for other in firsts[1:]:
         if rank == other:
-            dist.send_object_list([mine], dst=0, group=cpus)
+            dist.send_object_list([state], dst=0, group=cpus)
         elif rank == 0:
             received: list[Any] = [None]
             dist.recv_object_list(received, src=other, group=cpus)
@@ -126,14 +126,14 @@ def spread_state(state: State, model: nn.Module,
         model, {name: state["model"][name] for name in model.state_dict()},
         options=options)
     if optimizer is not None:
-        mine = state_dict.get_optimizer_state_dict(model, optimizer)
+        current = state_dict.get_optimizer_state_dict(model, optimizer)
         moments = state["optimizer"]["state"]
-        names: list[str] = [*mine["state"]]
-        mine["state"] = {
+        names: list[str] = [*current["state"]]
+        current["state"] = {
             name: moments[name if name in moments else TIED[0]]
             for name in names}  # a pipeline's last stage has TIED[1]
         state_dict.set_optimizer_state_dict(
-            model, optimizer, mine, options=options)
+            model, optimizer, current, options=options)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -327,16 +327,17 @@ def outline(model: nn.Module,
     optimizer than AdamW are left to PyTorch.
     """
     tensors: State = state_dict.get_model_state_dict(model)
-    mine = {(name, "weight"): describe(weight)
-            for name, weight in tensors.items()}
+    described = {(name, "weight"): describe(weight)
+                 for name, weight in tensors.items()}
     if isinstance(optimizer, torch.optim.AdamW):
         weights = dict(model.named_parameters())
         if TIED[0] not in weights:  # a pipeline's last stage
             weights.pop(TIED[1], None)
         for name, weight in weights.items():
-            mine[name, "step"] = "float ()"
-            mine |= {(name, what): describe(weight) for what in MOMENTS}
-    every = on_every_rank(mine) if is_sharded(model) else [mine]
+            described[name, "step"] = "float ()"
+            described |= {(name, what): describe(weight) for what in MOMENTS}
+    every = (on_every_rank(described) if is_sharded(model)
+             else [described])
     return {key: text for part in every for key, text in part.items()}
 
 

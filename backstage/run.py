@@ -128,9 +128,9 @@ class Run:
                 "choose another --run-dir")
         place = folder / "checkpoints"
         saved = checkpoint.list_checkpoints(place)
-        ours = RECORD in found or any(map(checkpoint.is_ours, saved))
-        require(ours or not found, f"{folder} holds {''.join(found[:1])}, but "
-                "no run that --resume can continue; fix: choose another "
+        is_run = RECORD in found or any(map(checkpoint.is_ours, saved))
+        require(is_run or not found, f"{folder} holds {''.join(found[:1])}, "
+                "but no run that --resume can continue; fix: choose another "
                 "--run-dir")
         if not self.hp.resume:
             self._write_record(folder, partial(  # of two, one wins
@@ -154,7 +154,7 @@ class Run:
         text = json.dumps(self.record, indent=1) + "\n"
         files.write_atomically(folder / RECORD, text.encode(), "", last_look)
 
-    def _load_tokenizer(self) -> ShownTexts | None:
+    def _load_tokenizer(self) -> PrintableTokenizer | None:
         """The dataset's tokenizer; None on all ranks if one has none."""
         tokenizer: tiktoken.Encoding | None = None
         problem: str | None = None
@@ -171,7 +171,7 @@ class Run:
             print(f"no generated text: {visible(problem)}", flush=True)
         if problem or tokenizer is None:
             return None
-        return ShownTexts(tokenizer)
+        return PrintableTokenizer(tokenizer)
 
     def restore(self, model: torch.nn.Module,
                 optimizer: torch.optim.Optimizer) -> int:
@@ -309,7 +309,7 @@ class Run:
             sys.exit(130)
 
 
-class ShownTexts:
+class PrintableTokenizer:
     """A tokenizer whose decoded text is safe for a terminal: see `visible`."""
 
     def __init__(self, tokenizer: tiktoken.Encoding) -> None:

@@ -83,35 +83,35 @@ class Zero(DeepSpeedStrategy):
         optimizer = self.whole_optimizer
         step = run.restore(self.whole, optimizer)
         self.make_moments(step)
-        for mine, weight in self.pairs():
-            with zero.GatheredParameters(mine, modifier_rank=0):
-                mine.data.copy_(weight.data)
-            self.spread("fp32_param", mine, weight.data)
+        for parameter, weight in self.pairs():
+            with zero.GatheredParameters(parameter, modifier_rank=0):
+                parameter.data.copy_(weight.data)
+            self.spread("fp32_param", parameter, weight.data)
             for name in MOMENTS if step > 0 else ():
-                self.spread("optimizer_state", mine,
+                self.spread("optimizer_state", parameter,
                             optimizer.state[weight][name], name)
         optimizer.state.clear()
         return step
 
-    def spread(self, kind: str, mine: Any, whole: torch.Tensor,
+    def spread(self, kind: str, parameter: Any, whole: torch.Tensor,
                *name: str) -> None:
         """Set this rank's shard of a weight, or of its moment of that name."""
         from deepspeed import utils
         value, where = whole.to(self.root_device), "full"
         if self.zero_stage_3:  # DeepSpeed 0.19 would not pad the last shard
-            size, where = mine.ds_tensor.numel(), "local"
+            size, where = parameter.ds_tensor.numel(), "local"
             missing = size * self.world_size - value.numel()
             value = F.pad(value.flatten(), (0, missing))[
                 size * self.global_rank:][:size]
-        getattr(utils, f"safe_set_{where}_{kind}")(mine, value, *name)
+        getattr(utils, f"safe_set_{where}_{kind}")(parameter, value, *name)
 
     def save(self, run: RestorableRun, step: int) -> None:
         """What `Run.save` does. All ranks."""
         from deepspeed import utils
         optimizer = self.whole_optimizer
-        for mine, weight in self.pairs():
-            weight.data.copy_(utils.safe_get_full_fp32_param(mine))
-            state = {name: utils.safe_get_full_optimizer_state(mine, name)
+        for parameter, weight in self.pairs():
+            weight.data.copy_(utils.safe_get_full_fp32_param(parameter))
+            state = {name: utils.safe_get_full_optimizer_state(parameter, name)
                      for name in MOMENTS}
             if run.rank == 0:
                 optimizer.state[weight] = {

@@ -13,7 +13,7 @@ from stages import BYTES
 from backstage import ROOT, dataset
 from backstage.errors import UserError, explain, report, visible, warn
 from backstage.files import read_json
-from backstage.run import ShownTexts
+from backstage.run import PrintableTokenizer
 from workshop.vocabulary import save_vocabulary
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\rok\u202e"
@@ -42,7 +42,7 @@ def test_a_files_words_reach_no_terminal_as_they_are(tmp_path, capsys):
 
 def test_generated_texts_are_for_a_terminal():
     """Training prints them with the page's own words."""
-    tokenizer = ShownTexts(BYTES)
+    tokenizer = PrintableTokenizer(BYTES)
     assert tokenizer.decode([27, 91, 50, 74, 97]) == r"\x1b[2Ja"
     assert tokenizer.encode("a") == [97]
     assert tokenizer.eot_token == BYTES.eot_token

@@ -68,7 +68,7 @@ CHANGES: dict[str, list[tuple[int, int, int | None]]] = {
 class Sandbox:
     """The copy, and the probe that guards a rank."""
 
-    ours: str  # the folder of all that the program writes
+    root: str  # the folder of all that the program writes
     top: str  # right in that, it stands for /: `top/home/me` is /home/me
 
     def __call__(self, log: Any = None) -> None:
@@ -142,7 +142,7 @@ class Sandbox:
             folder, name = os.path.split(path)
             place = (os.path.realpath(path) if kind >= CONTENT else
                      os.path.join(os.path.realpath(folder), name))
-            if not is_below(place, self.ours):
+            if not is_below(place, self.root):
                 self.before_change_outside(kind, place)
 
     def before_change_outside(self, kind: int, place: str) -> None:
@@ -161,7 +161,7 @@ class Sandbox:
 
     def copy_up(self, kind: int, path: str) -> None:
         """Copy the folders and files on the way to `path`."""
-        with open(f"{self.ours}/{NOTES}/lock", "a") as lock:
+        with open(f"{self.root}/{NOTES}/lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             here, names = self.top, path[len(self.top):].split("/")[1:]
             while names and (len(names) > 1 or kind >= CONTENT):
@@ -184,7 +184,7 @@ class Sandbox:
     def follow(self, link: str, room: Room) -> None:
         """Make a link in the copy lead to a copy of its target."""
         place = os.path.realpath(link)
-        if os.path.exists(place) and not is_below(place, self.ours):
+        if os.path.exists(place) and not is_below(place, self.root):
             self.copy_up(ENTRY, self.top + place)
             with contextlib.suppress(OSError):
                 os.unlink(self.top + place)
@@ -203,7 +203,7 @@ class Sandbox:
         """
         if not stat.S_ISREG(os.stat(place).st_mode):
             return
-        part = f"{self.ours}/{NOTES}/copy"
+        part = f"{self.root}/{NOTES}/copy"
         try:
             shutil.copyfile(os.devnull if empty else place, part)
             shutil.copystat(place, part)
@@ -215,12 +215,12 @@ class Sandbox:
     def note(self, name: str, place: str) -> None:
         """Note a path for the guards of other processes and for the check."""
         with contextlib.suppress(OSError), open(
-                f"{self.ours}/{NOTES}/{name}", "a") as file:
+                f"{self.root}/{NOTES}/{name}", "a") as file:
             file.write(f"{place}\n")
 
     def noted(self, name: str) -> list[str]:
         """Return what was noted under this name."""
-        file = Path(self.ours, NOTES, name)
+        file = Path(self.root, NOTES, name)
         return file.read_text().splitlines() if file.exists() else []
 
     def require_kept(self, fix: str) -> None:
@@ -243,7 +243,7 @@ class Sandbox:
 class Room:
     """How many bytes may still be copied at once."""
 
-    left: int = ROOM
+    bytes_left: int = ROOM
 
 
 def absolute(args: Sequence[Any], place: int, folder_place: int | None) -> Any:
@@ -268,15 +268,15 @@ def is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(f"{folder.rstrip('/')}/")
 
 
-def make(ours: str | Path, name: str, script: str | Path) -> Sandbox:
-    """Make a copy of the current folder and of a script, in ours/name.
+def make(root: str | Path, name: str, script: str | Path) -> Sandbox:
+    """Make a copy of the current folder and of a script, in root/name.
 
     One that is there already is taken as it is.
     """
-    ours, cwd = os.path.realpath(ours), os.getcwd()
-    top = f"{ours}/{name}"
-    os.makedirs(f"{ours}/{NOTES}", exist_ok=True)
-    sandbox = Sandbox(ours, top)
+    root, cwd = os.path.realpath(root), os.getcwd()
+    top = f"{root}/{name}"
+    os.makedirs(f"{root}/{NOTES}", exist_ok=True)
+    sandbox = Sandbox(root, top)
     if not os.path.exists(top):
         os.makedirs(top + cwd)
         for folder in Path(cwd).parents:
@@ -313,9 +313,9 @@ def give(place: str, path: str, room: Room | None) -> None:
             os.mkdir(place)
             fill(place, path, room)
         elif room and os.path.isfile(path) and (
-                size := os.path.getsize(path)) <= min(SMALL, room.left):
+                size := os.path.getsize(path)) <= min(SMALL, room.bytes_left):
             shutil.copy2(path, place)
-            room.left -= size
+            room.bytes_left -= size
         else:
             os.symlink(path, place)
     except FileExistsError:
