@@ -27,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m rankcheck.bench", description="Run tools over the "
         "cases of the fault bench, and print how many each has named.")
-    parser.add_argument("words", nargs="*", metavar="CASE", help="a case, a "
+    parser.add_argument("names", nargs="*", metavar="CASE", help="a case, a "
                         "kind, or a group: silent, hang (all)")
     parser.add_argument("--tool", action="append", default=[], metavar="NAME",
                         help="one of " + ", ".join(
@@ -48,12 +48,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(words: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Do what the command line says; return the exit status."""
-    args = make_parser().parse_args(words)
+    args = make_parser().parse_args(arguments)
     if args.jobs < 1:
         raise UserError("--jobs is 1 or more")
-    cases = select(load(find_folder(args.cases)), args.words)
+    cases = select(load(find_folder(args.cases)), args.names)
     if args.table:
         found = merge([results.read(file) for file in args.table], cases)
         if args.json:

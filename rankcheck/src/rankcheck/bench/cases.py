@@ -214,18 +214,18 @@ def require(holds: bool, problem: str) -> None:
                         "describes the fields")
 
 
-def select(cases: Sequence[Case], words: Sequence[str]) -> list[Case]:
+def select(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
     """Return the cases that are named: by name, kind or group; or all.
 
     Raises:
-        UserError: if a word names none of them.
+        UserError: a name is of no case, kind or group.
     """
     found: list[Case] = []
-    for word in words:
+    for name in names:
         named = [case for case in cases
-                 if word in (case.name, case.kind, case.group)]
+                 if name in (case.name, case.kind, case.group)]
         if not named:
-            raise UserError(f"no case is called {word}. fix: `python -m "
+            raise UserError(f"no case is called {name}. fix: `python -m "
                             "rankcheck.bench --list` shows them")
         found += [case for case in named if case not in found]
-    return found if words else [*cases]
+    return found if names else [*cases]

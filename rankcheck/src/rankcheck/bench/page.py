@@ -91,10 +91,10 @@ def draw_bar(bar: Counts, y: int, unit: float) -> list[str]:
     return parts
 
 
-def text(x: float, y: float, words: str, kind: str = "") -> str:
+def text(x: float, y: float, content: str, kind: str = "") -> str:
     """Return a text of the picture."""
     mark = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:.0f}" y="{y:.0f}"{mark}>{escape(words)}</text>'
+    return f'<text x="{x:.0f}" y="{y:.0f}"{mark}>{escape(content)}</text>'
 
 
 def describe_run(found: Results) -> str:

@@ -159,12 +159,12 @@ def read_dumps(folder: Path, processes: int) -> list[Statement]:
     files = [*folder.glob("dump_*")]
     if not files:
         return [Statement("no rank has left a dump", is_problem=False)]
-    words = [sys.executable, "-m",
-             "torch.distributed.flight_recorder.fr_trace", "--prefix",
-             "dump_", str(folder)]
+    command = [sys.executable, "-m",
+               "torch.distributed.flight_recorder.fr_trace", "--prefix",
+               "dump_", str(folder)]
     if len(files) < processes:
-        words.append("--allow-incomplete-ranks")
-    done = subprocess.run(words, text=True, capture_output=True, check=False,
+        command.append("--allow-incomplete-ranks")
+    done = subprocess.run(command, text=True, capture_output=True, check=False,
                           env=quiet_environment())
     return read_trace(done.stdout + done.stderr, done.returncode)
 
@@ -257,20 +257,20 @@ def check_traces(case: Case, twin: Twin, folder: Path) -> list[Statement]:
     target.mkdir()
     (folder / "train.py").rename(target / "train.py")
     invariants = folder / "invariants.json"
-    for words in (
-            collect_words(case, reference),
+    for command in (
+            collect_command(case, reference),
             [INFER, "-f", str(reference / "trace"), "-o", str(invariants)],
-            [*collect_words(case, target), "--invariants", str(invariants)],
+            [*collect_command(case, target), "--invariants", str(invariants)],
             [CHECK, "-f", str(target / "trace"), "-i", str(invariants),
              "-o", str(folder / "checked")]):
-        seed = "1" if twin == "right" and str(target) in words[-1] else "0"
-        problem = run_program(words, folder, seed)
+        seed = "1" if twin == "right" and str(target) in command[-1] else "0"
+        problem = run_program(command, folder, seed)
         if problem:
             return [Statement(problem, is_problem=False)]
     return read_failures(folder / "checked")
 
 
-def collect_words(case: Case, folder: Path) -> list[str]:
+def collect_command(case: Case, folder: Path) -> list[str]:
     """Return the command that traces a script, which a shell script starts.
     """
     tracked = MODEL.findall((folder / "train.py").read_text("utf-8"))
@@ -291,19 +291,19 @@ def collect_words(case: Case, folder: Path) -> list[str]:
 
 def launch_line(case: Case, script: Path, flags: Sequence[str]) -> str:
     """Return the line of a shell script that starts a script by torchrun."""
-    words = [find_python(), "-m", "torch.distributed.run",
-             "--nproc-per-node", str(case.processes), "--master-port",
-             str(free_port()), str(script)]
-    words += [flag.replace("{run}", "1") for flag in flags]
-    return " ".join(words)
+    command = [find_python(), "-m", "torch.distributed.run",
+               "--nproc-per-node", str(case.processes), "--master-port",
+               str(free_port()), str(script)]
+    command += [flag.replace("{run}", "1") for flag in flags]
+    return " ".join(command)
 
 
-def run_program(words: Sequence[str], folder: Path, seed: str) -> str:
+def run_program(command: Sequence[str], folder: Path, seed: str) -> str:
     """Run a program of TrainCheck; return what went wrong, or ""."""
-    name = Path(words[0]).name
+    name = Path(command[0]).name
     try:
         done = subprocess.run(
-            words, cwd=folder, text=True, capture_output=True, check=False,
+            command, cwd=folder, text=True, capture_output=True, check=False,
             timeout=ENOUGH, env=quiet_environment(SEED=seed))
     except subprocess.TimeoutExpired:
         return f"{name} did not end within {ENOUGH:.0f} s"

@@ -234,6 +234,6 @@ def describe(counts: Counts) -> str:
         return "not asked"
     if not counts.applied:
         return "not applicable"
-    words = [f"{number} {score.value}"
+    parts = [f"{number} {score.value}"
              for score, number in counts.numbers.items() if number]
-    return ", ".join(words)
+    return ", ".join(parts)

@@ -122,12 +122,12 @@ def ask_verify(case: Case, folder: Path) -> Answer:
 
     It runs in this process, so that torch is imported once for all scripts.
     """
-    words = ["verify", "--json", "-n", str(case.processes)]
+    arguments = ["verify", "--json", "-n", str(case.processes)]
     if case.resume:
-        words.append(f"--resume-with={' '.join(case.resume)}")
-    words += ["--", "train.py", *case.flags]
+        arguments.append(f"--resume-with={' '.join(case.resume)}")
+    arguments += ["--", "train.py", *case.flags]
     begin = time.monotonic()
-    said = run_here(words, folder)
+    said = run_here(arguments, folder)
     seconds = time.monotonic() - begin
     try:
         document = json.loads(said)
@@ -142,22 +142,22 @@ def ask_verify(case: Case, folder: Path) -> Answer:
     return Answer(tuple(statements), seconds)
 
 
-def run_here(words: Sequence[str], folder: Path) -> str:
+def run_here(arguments: Sequence[str], folder: Path) -> str:
     """Run rankcheck's command in a folder, and return what it prints."""
     output = io.StringIO()
-    before, arguments = os.getcwd(), sys.argv
+    folder_before, argv_before = os.getcwd(), sys.argv
     variables = dict(os.environ)
     try:
         os.chdir(folder)
-        sys.argv = ["rankcheck", *words]
+        sys.argv = ["rankcheck", *arguments]
         os.environ.update(OMP_NUM_THREADS="1", SEED="0")
         with contextlib.redirect_stdout(output), contextlib.suppress(
                 UserError):  # the document has it
             args = parse("rankcheck", "", COMMANDS)
             args.function(args)
     finally:
-        os.chdir(before)
-        sys.argv = arguments
+        os.chdir(folder_before)
+        sys.argv = argv_before
         os.environ.clear()
         os.environ.update(variables)
     return output.getvalue()
@@ -180,7 +180,7 @@ def ask_why(case: Case, folder: Path) -> Answer:
     statements: list[Statement] = []
     answers: list[str] = []
     why = [sys.executable, "-m", "rankcheck", "why", "run", "--"]
-    with started([*why, *launch_words(case)], folder, records) as job:
+    with started([*why, *launch_command(case)], folder, records) as job:
         joined = None
         while job.poll() is None:
             time.sleep(PAUSE)
@@ -206,12 +206,12 @@ def ask_why(case: Case, folder: Path) -> Answer:
 
 
 @contextmanager
-def started(words: Sequence[str], folder: Path, records: Path
+def started(command: Sequence[str], folder: Path, records: Path
             ) -> Iterator[subprocess.Popen[bytes]]:
     """A job that runs, in a session of its own; it is ended afterwards."""
     with open(folder / "log", "wb") as log:
         job = subprocess.Popen(
-            words, cwd=folder, stdin=subprocess.DEVNULL, stdout=log,
+            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log,
             stderr=log, start_new_session=True,
             env=quiet_environment(RANKCHECK_WHY=str(records)))
         try:
@@ -244,7 +244,7 @@ def processes_in(folder: Path) -> list[int]:
     return found
 
 
-def launch_words(case: Case) -> list[str]:
+def launch_command(case: Case) -> list[str]:
     """Return the command that starts the script of a case."""
     script = ["train.py", *(flag.replace("{run}", "1")
                             for flag in case.flags)]
@@ -260,7 +260,7 @@ def launch_words(case: Case) -> list[str]:
             "--master-port", str(port), *script])
     if len(agents) == 1:
         return agents[0]
-    background = " & ".join(" ".join(words) for words in agents)
+    background = " & ".join(" ".join(agent) for agent in agents)
     return ["bash", "-c", f"{background} & wait"]
 
 
