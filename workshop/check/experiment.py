@@ -110,7 +110,7 @@ def reference_of(bench: Bench) -> StageRun:
     if solution not in references:
         one = bench.with_script(solution.read_bytes(), FIRST).make(
             PlannedRun("1", "whole", Mesh()))
-        words = exits.last_words(one, 0).text
+        words = exits.explain_rank(one, 0).text
         require(len(one.rows) == STEPS and one.records[0], "the single-device "
                 f"stage does not run here: it {words}")
         references[solution] = one

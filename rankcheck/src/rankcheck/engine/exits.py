@@ -56,7 +56,7 @@ def explain(run: RunRecord) -> Finding | None:
               if end.status or (end.status is None and not run.gave_up)]
     if not failed and run.gave_up != "hangs":
         return None
-    said = {rank: last_words(run, rank) for rank in failed}
+    said = {rank: explain_rank(run, rank) for rank in failed}
 
     def blame(rank: int) -> tuple[bool, bool]:
         """Sort last the ranks whose error follows from another rank's."""
@@ -80,7 +80,7 @@ def explain(run: RunRecord) -> Finding | None:
     return fail(mismatch, SAME_CALLS, kind="collective-mismatch")
 
 
-def last_words(run: RunRecord, rank: int) -> Finding:
+def explain_rank(run: RunRecord, rank: int) -> Finding:
     """Return what a rank's error output says that happened, and where."""
     end = run.ranks[rank]
     err = re.sub(r"^\[rank\d+\]: ", "", error_output(end),
@@ -95,12 +95,12 @@ def last_words(run: RunRecord, rank: int) -> Finding:
                     kind="killed")
     errors = [line for line in lines if re.match(r"[A-Za-z_.]+(Error|Exception"
                                                  r"|Exit|Interrupt)\b", line)]
-    words = (errors or lines or ["no message"])[-1].strip()
-    if errors and words.endswith("Error:"):  # the cause has the message
-        words = errors[0]
+    message = (errors or lines or ["no message"])[-1].strip()
+    if errors and message.endswith("Error:"):  # the cause has the message
+        message = errors[0]
     places = own_places(run, err)
-    return fail([f"ended with an error: {shorten(words)}", *in_brackets(
-        places[-1:])], error=words if errors else "", kind="error")
+    return fail([f"ended with an error: {shorten(message)}", *in_brackets(
+        places[-1:])], error=message if errors else "", kind="error")
 
 
 def name_signal(number: int) -> str:
@@ -112,16 +112,16 @@ def name_signal(number: int) -> str:
     return name
 
 
-def shorten(words: str, most: int = 200) -> str:
+def shorten(text: str, most: int = 200) -> str:
     """Return as many complete sentences as fit in `most` characters; if none
     does, the first words.
     """
-    if len(words) <= most:
-        return words
-    whole = re.match(rf".{{1,{most - 1}}}[.!?](?=\s|$)", words)
+    if len(text) <= most:
+        return text
+    whole = re.match(rf".{{1,{most - 1}}}[.!?](?=\s|$)", text)
     if whole:
         return whole[0]
-    return textwrap.shorten(words, most, placeholder=" ...")
+    return textwrap.shorten(text, most, placeholder=" ...")
 
 
 def error_output(rank: RankExit) -> str:

@@ -179,11 +179,11 @@ def fail(sentence: str | Iterable[Fragment],
                    **more)
 
 
-def as_fragments(words: str | Iterable[Fragment]) -> list[Fragment]:
+def as_fragments(sentence: str | Iterable[Fragment]) -> list[Fragment]:
     """Return a sentence of its own, from a text or from fragments."""
-    if isinstance(words, str):
-        return [words]
-    return [*words]
+    if isinstance(sentence, str):
+        return [sentence]
+    return [*sentence]
 
 
 def counted(things: Sized, noun: str) -> str:

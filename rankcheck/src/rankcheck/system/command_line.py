@@ -32,31 +32,31 @@ class Command:
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are `UserError`s."""
 
-    after = ""  # whose words follow --, as in "the script's own", if any
+    after = ""  # whose arguments follow --, as in "the script's own", if any
 
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong with the command line."""
         raise UserError(f"{message}; fix: see {self.prog} --help")
 
     def refuse(self, unknown: Sequence[str]) -> None:
-        """Raise a `UserError` for words that are no arguments."""
+        """Raise a `UserError` for arguments that are not known."""
         message = f"unrecognized arguments: {' '.join(unknown)}"
         if self.after:
             message += f" ({self.after} come after --)"
         self.error(message)
 
-    def parse(self, words: list[str]) -> argparse.Namespace:
-        """Return what the words say; `flags` has those that follow --."""
-        end = len(words)
-        if self.after and "--" in words:
-            end = words.index("--")
-        args, unknown = self.parse_known_args(words[:end])
+    def parse(self, arguments: list[str]) -> argparse.Namespace:
+        """Return what the arguments say; `flags` has those that follow --."""
+        end = len(arguments)
+        if self.after and "--" in arguments:
+            end = arguments.index("--")
+        args, unknown = self.parse_known_args(arguments[:end])
         if unknown:
             self.refuse(unknown)
         for name, value in vars(args).items():  # a shell leaves it in -o=~/x
             if isinstance(value, str):
                 setattr(args, name, os.path.expanduser(value))
-        args.flags = unknown + words[end + 1:]
+        args.flags = unknown + arguments[end + 1:]
         return args
 
 
@@ -72,7 +72,7 @@ def parse(program: str, about: str,
     Raises:
         UserError: the command line is wrong.
     """
-    name, *words = sys.argv[1:] or ["--help"]
+    name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         show_help(program, about, {"commands": commands})
         sys.exit()
@@ -85,7 +85,7 @@ def parse(program: str, about: str,
         module, "add_arguments", None)
     if add_arguments is not None:
         add_arguments(parser)
-    args = parser.parse(words)
+    args = parser.parse(arguments)
     args.function = module.main
     return args
 

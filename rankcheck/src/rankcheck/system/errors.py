@@ -55,8 +55,8 @@ def show_path(path: str | os.PathLike[str]) -> str:
 def describe_error(error: BaseException) -> str:
     """Return an error's type, message and innermost place, in one line."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    words = " ".join(str(error).split())[:200]
-    return (f"{type(error).__name__}: {words} ({place.filename}, "
+    message = " ".join(str(error).split())[:200]
+    return (f"{type(error).__name__}: {message} ({place.filename}, "
             f"line {place.lineno})")
 
 

@@ -112,16 +112,16 @@ def read_command() -> list[str]:
 
 def is_launcher(command: Sequence[str]) -> bool:
     """Whether Python runs a launcher, as its script or its module."""
-    words = iter(command[1:])
-    for word in words:
-        module = re.fullmatch("-[a-zA-Z]*m(.*)", word)
+    arguments = iter(command[1:])
+    for argument in arguments:
+        module = re.fullmatch("-[a-zA-Z]*m(.*)", argument)
         if module:
-            name = module[1] or next(words, "")
+            name = module[1] or next(arguments, "")
             return os.path.basename(name) in LAUNCHER_PROGRAMS
-        if not word.startswith("-"):
-            return os.path.basename(word) in LAUNCHER_PROGRAMS
-        if word in ("-W", "-X"):
-            next(words, None)
+        if not argument.startswith("-"):
+            return os.path.basename(argument) in LAUNCHER_PROGRAMS
+        if argument in ("-W", "-X"):
+            next(arguments, None)
     return False
 
 
