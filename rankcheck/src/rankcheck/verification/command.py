@@ -111,12 +111,12 @@ def main(args: argparse.Namespace) -> int:
     return report.status
 
 
-def print_document(words: list[str], options: Options) -> int:
+def print_document(command: list[str], options: Options) -> int:
     """Print what was found as one JSON document; return the exit status.
 
-    words: the program, as `read` takes it.
+    command: the program, as `read` takes it.
     """
-    given = words[1:] if words[:1] == ["--"] else words
+    given = command[1:] if command[:1] == ["--"] else command
     document: dict[str, Any] = {
         "schema": SCHEMA, "script": "".join(given[:1]), "flags": given[1:],
         "processes": options["size"], "steps": options["steps"],
@@ -126,10 +126,10 @@ def print_document(words: list[str], options: Options) -> int:
     out.interrupted = b""
     findings: Sequence[Finding] = ()
     try:
-        program = read(words)
+        program = read(command)
         document |= {"script": show_path(program.script),
                      "flags": [*program.flags]}
-        report = examine(words, **options, out=out)
+        report = examine(command, **options, out=out)
         findings = report.findings
         document |= {"not_checked": [*report.not_checked],
                      "error": report.error or None, "status": report.status}
@@ -159,7 +159,7 @@ def describe(finding: Finding, script: str) -> dict[str, Any]:
                         for name, value in finding.numbers.items()}}
 
 
-def verify(words: list[str], size: int, steps: int,
+def verify(command: list[str], size: int, steps: int,
            resume_with: str | None = None, device: str = "cpu",
            patience: float = PATIENCE, allow_uncompared: bool = False, *,
            events: bool = False) -> Report:
@@ -170,7 +170,7 @@ def verify(words: list[str], size: int, steps: int,
         Others: see `examine`.
     """
     out = Events() if events else Terminal()
-    report = examine(words, size, steps, resume_with, device, patience,
+    report = examine(command, size, steps, resume_with, device, patience,
                      allow_uncompared, out=out)
     out.say("not checked:")
     for text in report.not_checked:
@@ -186,14 +186,14 @@ def verify(words: list[str], size: int, steps: int,
     return report
 
 
-def examine(words: list[str], size: int, steps: int,
+def examine(command: list[str], size: int, steps: int,
             resume_with: str | None = None, device: str = "cpu",
             patience: float = PATIENCE, allow_uncompared: bool = False, *,
             out: Quiet) -> Report:
     """Run a script as one and as several processes, and compare.
 
     Args:
-        words: the script, or -m and a module, and its flags: see `read`.
+        command: the script, or -m and a module, and its flags: see `read`.
         out: is told how far it has come, and the findings.
         Others: see `rankcheck.verify`; size is its n.
 
@@ -204,7 +204,7 @@ def examine(words: list[str], size: int, steps: int,
     require(1 < size <= MOST and steps > 0,
             f"-n must be 2 to {MOST}, and --steps 1 or more")
     require_torch()
-    program = read(words)
+    program = read(command)
     if device == "gpu":
         import torch
 

@@ -200,15 +200,15 @@ class Comparison:
         order = [name for record in records
                  for name in (*record.shapes, *record.model)]
         models = {name.partition(":")[0] for name in order}
-        words = []
+        shown = []
         for name in sorted(names, key=order.index):
             if len(models) > 1:
-                words.append(name.replace(":", "."))
+                shown.append(name.replace(":", "."))
             else:
-                words.append(name.partition(":")[2] or name)
-        text = ", ".join(words[:3])
-        if len(words) > 3:
-            text += f" and {len(words) - 3} more"
+                shown.append(name.partition(":")[2] or name)
+        text = ", ".join(shown[:3])
+        if len(shown) > 3:
+            text += f" and {len(shown) - 3} more"
         return text
 
 
@@ -306,7 +306,8 @@ def find_skips(run: RunRecord) -> list[Finding]:
         if len(decided) != len(each[first]) and {rank, first} <= ended:
             continue
         for at, pair in enumerate(zip(each[first], decided, strict=False)):
-            first_makes, rank_makes = (words == "makes" for words in pair)
+            first_makes, rank_makes = (
+                decision == "makes" for decision in pair)
             if first_makes == rank_makes:
                 continue
             who, other, reason = first, rank, pair[0]

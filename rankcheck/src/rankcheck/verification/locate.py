@@ -220,12 +220,12 @@ def explain_outputs(found: OutputComparison) -> str:
             last = found.agreeing[-1].name or "the model"
             before += f", so look in that module or between it and {last}"
         return ("the first module whose output differs for the same samples: "
-                f"{words_of(found.first, found.kinds)}, on "
+                f"{name_module(found.first, found.kinds)}, on "
                 f"{join_ranks(found.ranks)}; {before}")
     if not modules or found.unsure:
         return ""
     if not found.whole:
-        last = words_of(found.agreeing[-1], found.kinds)
+        last = name_module(found.agreeing[-1], found.kinds)
         return (f"for the same samples, module outputs match up to {last}, "
                 "the last one that can be compared: look after it")
     if modules == 1:
@@ -236,13 +236,14 @@ def explain_outputs(found: OutputComparison) -> str:
 def join_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    words = f"ranks {', '.join(map(str, ranks[:4]))}"
+    text = f"ranks {', '.join(map(str, ranks[:4]))}"
     if len(ranks) > 4:
-        words += f" and {len(ranks) - 4} more"
-    return words
+        text += f" and {len(ranks) - 4} more"
+    return text
 
 
-def words_of(output: ModuleOutput, kinds: Mapping[ModuleOutput, str]) -> str:
+def name_module(output: ModuleOutput, kinds: Mapping[ModuleOutput, str]
+                ) -> str:
     """Return a module's name, as its model calls it, with its class."""
     text = output.name or "the model"
     text += f" ({kinds[output]})"

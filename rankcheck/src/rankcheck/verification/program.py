@@ -67,71 +67,71 @@ class Program:
             "{run}", run) for flag in (*self.flags, *more)]
 
 
-def read(words: Iterable[str]) -> Program:
-    """Read the words of a command line, of which one -- is verify's.
+def read(command: Iterable[str]) -> Program:
+    """Read a command line, of which one -- is verify's.
 
     It comes before the script, or else right behind it.
 
     Raises:
-        UserError: they name no script that can be verified.
+        UserError: it names no script that can be verified.
     """
-    words = [*words]
-    before = words[:1] == ["--"]
+    command = [*command]
+    before = command[:1] == ["--"]
     if before:
-        del words[0]
+        del command[0]
     launcher = ""
     told: list[str] = []
-    while words:
-        word, module = Path(words[0]).name, words[0] == "-m"
-        if re.fullmatch(r"python[\d.]*", word):
-            words.pop(0)
-            while words and re.fullmatch("-[^mc].*", words[0]):
-                del words[:2 if words[0] in ("-W", "-X") else 1]
-        elif word in LAUNCHER_PROGRAMS or (
-                module and words[1:] and words[1] in LAUNCHER_PROGRAMS):
-            launcher = words[1] if module else word
+    while command:
+        name, module = Path(command[0]).name, command[0] == "-m"
+        if re.fullmatch(r"python[\d.]*", name):
+            command.pop(0)
+            while command and re.fullmatch("-[^mc].*", command[0]):
+                del command[:2 if command[0] in ("-W", "-X") else 1]
+        elif name in LAUNCHER_PROGRAMS or (
+                module and command[1:] and command[1] in LAUNCHER_PROGRAMS):
+            launcher = command[1] if module else name
             told = TELLS.get(launcher, [])
-            words = after_flags(words[2 if module else 1:], launcher)
+            command = after_flags(command[2 if module else 1:], launcher)
         else:
             break
-    require(words, f"no script is named; fix: {USAGE}")
-    require(words[0] != "-c", "verify cannot run -c; fix: put the script into "
-            "a file")
+    require(command, f"no script is named; fix: {USAGE}")
+    require(command[0] != "-c", "verify cannot run -c; fix: put the script "
+            "into a file")
     end = 2 if module else 1
-    if not before and words[end:end + 1] == ["--"]:
-        del words[end]
+    if not before and command[end:end + 1] == ["--"]:
+        del command[end]
     if module:
-        require(words[1:], "no module is named; fix: name it behind -m")
-        return Program(find_module(words[1]), (*told, *words[2:]), words[1],
-                       launcher)
-    script = Path(words[0]).absolute()
-    require(not is_program(words[0]), f"{words[0]} is a program, and verify "
-            "starts the processes itself; fix: name the script that it "
-            f"starts: {USAGE}")
-    require(os.path.lexists(script), f"{words[0]} does not exist")
-    require(script.is_file(), f"{words[0]} is not a file")
-    return Program(script, (*told, *words[1:]), launcher=launcher)
+        require(command[1:], "no module is named; fix: name it behind -m")
+        return Program(find_module(command[1]), (*told, *command[2:]),
+                       command[1], launcher)
+    script = Path(command[0]).absolute()
+    require(not is_program(command[0]), f"{command[0]} is a program, and "
+            "verify starts the processes itself; fix: name the script that "
+            f"it starts: {USAGE}")
+    require(os.path.lexists(script), f"{command[0]} does not exist")
+    require(script.is_file(), f"{command[0]} is not a file")
+    return Program(script, (*told, *command[1:]), launcher=launcher)
 
 
-def is_program(word: str) -> bool:
+def is_program(path: str) -> bool:
     """Return whether it is an executable that is not a Python script.
     """
-    if not os.path.isfile(word):
-        return bool(shutil.which(word))
-    if word.endswith(".py") or not os.access(word, os.X_OK):
+    if not os.path.isfile(path):
+        return bool(shutil.which(path))
+    if path.endswith(".py") or not os.access(path, os.X_OK):
         return False
-    with open(word, "rb") as file:
+    with open(path, "rb") as file:
         return b"python" not in file.readline()
 
 
-def after_flags(words: list[str], launcher: str) -> list[str]:
+def after_flags(arguments: list[str], launcher: str) -> list[str]:
     """Return what follows a launcher's flags: a script, or -m and a module.
     """
-    for i, word in enumerate(words):
-        if word in ("-m", "--module"):
-            return ["-m", *words[i + 1:]]
-        if word.endswith(".py"):
-            return words[i:]
+    for i, argument in enumerate(arguments):
+        if argument in ("-m", "--module"):
+            return ["-m", *arguments[i + 1:]]
+        if argument.endswith(".py"):
+            return arguments[i:]
     raise UserError(f"no script is found behind {launcher}; fix: name it "
                     f"without the launcher: {USAGE}")
 

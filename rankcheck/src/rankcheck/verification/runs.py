@@ -170,14 +170,14 @@ class Runs:
         return RunOutcome(other, fails)
 
 
-def how_it_ends(run: RunRecord, words: str = "") -> Finding | None:
+def how_it_ends(run: RunRecord, prefix: str = "") -> Finding | None:
     """Return a finding if a run failed or made no step, else None.
 
-    words: how the finding's sentence begins.
+    prefix: how the finding's sentence begins.
     """
     finding = explain(run)
     if finding:
-        finding.sentence.insert(0, words)
+        finding.sentence.insert(0, prefix)
         for error, fix in FIXES:
             if error in finding.error:
                 finding.fix = [fix]
@@ -188,7 +188,7 @@ def how_it_ends(run: RunRecord, words: str = "") -> Finding | None:
         return finding
     if all(record and record.steps for record in run.records):
         return None
-    text = f"{words}no PyTorch optimizer makes a step"
+    text = f"{prefix}no PyTorch optimizer makes a step"
     lines = [line for line in run.ranks[0].out.splitlines() if line.strip()]
     if lines:
         text += f'; last line of output: "{lines[-1][:200]}"'

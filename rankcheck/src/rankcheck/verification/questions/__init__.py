@@ -76,7 +76,8 @@ def missing(findings: list[Finding], case: Comparison) -> list[str]:
     shown: set[Proof] = set()
     for finding in findings:
         shown |= finding.proves
-    lacks = [words for proof, words in REQUIRED.items() if proof not in shown]
+    lacks = [requirement for proof, requirement in REQUIRED.items()
+             if proof not in shown]
     if lacks and Proof.SINGLE not in shown and case.skip_reason:
         lacks[-1] += f" ({case.skip_reason})"
     return lacks

@@ -199,14 +199,14 @@ def refuses(ended: Finding, script: Path) -> bool:
     It does by the words of its error, or by an assertion about the number of
     nodes: a search for words, which an error about something else may have.
     """
-    words = ended.text.removeprefix("on two nodes, ")
-    if "AssertionError" in words:
+    text = ended.text.removeprefix("on two nodes, ")
+    if "AssertionError" in text:
         lines = script.read_text(errors="replace").splitlines()
-        words += " ".join(lines[line - 1] for line in ended.lines
-                          if line <= len(lines))
+        text += " ".join(lines[line - 1] for line in ended.lines
+                         if line <= len(lines))
     return bool(re.search(
         r"\b(single|one|multi(ple)?|several|two|1|2)[ -]?nodes?\b|"
-        r"\bn_?nodes\b|\bGROUP_(WORLD_SIZE|RANK)\b", words, re.IGNORECASE))
+        r"\bn_?nodes\b|\bGROUP_(WORLD_SIZE|RANK)\b", text, re.IGNORECASE))
 
 
 def samples(both: TwoNodes) -> list[Finding]:
@@ -330,16 +330,16 @@ def gradients(both: TwoNodes) -> list[Finding]:
             limit *= LATER_GRADIENT
         error = off(vector, expected)
         if not error <= limit:  # nan is not
-            words = f"differ by {percent(error)} from those on one node"
+            difference = f"differ by {percent(error)} from those on one node"
             numbers = {"error": error, "limit": limit}
             if are_parallel(vector, expected, limit):
                 factor = ratio_of(vector, expected)
-                words = f"are {factor:.3g} times those on one node"
+                difference = f"are {factor:.3g} times those on one node"
                 numbers["factor"] = factor
             return [fail(
-                f"on two nodes, in step {step}, the gradients {words}, for "
-                "the same samples", "look for a factor, or a process group, "
-                f"that depends on LOCAL_WORLD_SIZE: {RANKS}",
+                f"on two nodes, in step {step}, the gradients {difference}, "
+                "for the same samples", "look for a factor, or a process "
+                f"group, that depends on LOCAL_WORLD_SIZE: {RANKS}",
                 numbers=numbers,
                 kind="nodes-gradients-differ")]
     return [ok("on two nodes the gradients match those on one, in "

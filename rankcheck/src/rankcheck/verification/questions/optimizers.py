@@ -31,7 +31,7 @@ class Difference:
     value: tuple[float, ...]
     other: tuple[float, ...]
 
-    def words(self, names: str, whose: str) -> str:
+    def describe(self, names: str, whose: str) -> str:
         """Return the difference in words.
 
         Args:
@@ -58,9 +58,9 @@ def settings(case: Comparison) -> Iterator[Finding]:
         found = differences(own, ranks[0], between_ranks=True)
         if found:
             first, names = next(iter(found.items()))
-            words = first.words(case.named(names), "on rank 0")
+            text = first.describe(case.named(names), "on rank 0")
             yield fail(
-                f"on rank {rank} the {words}",
+                f"on rank {rank} the {text}",
                 "use the same settings on all ranks, which train the same "
                 "weights", ranks=[rank],
                 kind="unequal-optimizer-settings")
@@ -75,8 +75,7 @@ def settings(case: Comparison) -> Iterator[Finding]:
 def judge(case: Comparison, difference: Difference, names: list[str]
           ) -> Finding:
     """Say whether a setting may be another one than with one process."""
-    words = difference.words(case.named(names), "with 1 process")
-    text = f"the {words}"
+    text = f"the {difference.describe(case.named(names), 'with 1 process')}"
     if difference.setting == "lr":
         return warn(text, "check whether the learning rate of this group "
                     "depends on the number of processes: the others have "

@@ -489,13 +489,13 @@ def find_own_means(pair: StepPair, gradients: torch.Tensor, limit: float
     part = "microbatch's"
     if all(len(record["counts"]) == 1 for record in pair.ranks):
         part = "rank's"
-    words = " or ".join(map(str, counts[:4]))
+    amount = " or ".join(map(str, counts[:4]))
     if pair.ranks[0]["targets"]:
-        words += " targets"
+        amount += " targets"
     else:
-        words += " samples"
+        amount += " samples"
     return Explanation(
-        f"each {part} loss is the mean over its own {words}, and all "
+        f"each {part} loss is the mean over its own {amount}, and all "
         "count equally", "divide each sum by the mean number over all "
         "ranks (all_reduce it) and microbatches, to get the mean over all")
 

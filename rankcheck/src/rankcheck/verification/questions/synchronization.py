@@ -143,11 +143,11 @@ def buffers(case: Comparison) -> list[Finding]:
         if not whole.unequal:
             continue
         names = sorted({key.partition(".")[2] for key in whole.unequal})
-        words = "buffers"
+        subject = "buffers"
         if any("running_" in name for name in names):
-            words = "BatchNorm's running statistics"
+            subject = "BatchNorm's running statistics"
         return [warn(
-            f"{words} differ between ranks after step {step}: "
+            f"{subject} differ between ranks after step {step}: "
             f"{', '.join(names[:3])}", "use SyncBatchNorm, or average them "
             "before evaluating and saving", numbers={"step": step},
             kind="unequal-buffers")]
