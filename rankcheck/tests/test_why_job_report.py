@@ -61,10 +61,10 @@ def test_ranks_in_words(numbers, words):
 def test_what_differs_between_equal_ranks():
     texts = ["busy: process 7 (gzip) for 9 s; last wrote at 10:00:03",
              "busy: process 12 (gzip) for 10 s; last wrote at 10:00:01"]
-    assert job_report.merge_words(texts) == (
+    assert job_report.merge_texts(texts) == (
         "busy: process 7-12 (gzip) for 9-10 s; last wrote at "
         "10:00:01-10:00:03")
-    assert job_report.merge_words(texts[:1]) == texts[0]
+    assert job_report.merge_texts(texts[:1]) == texts[0]
 
 
 def test_stacks_of_equal_ranks_are_printed_once():

@@ -288,9 +288,9 @@ def print_reports(reports: list[JobReport], request: Request, folder: Path,
     newest = max(reports, key=lambda one: one.ranks[0].began)
     for number, one in enumerate(reports, 1):
         name = name_job(one)
-        words = find_command(one, commands)
-        if len(tokens) > 1 and words is not None:
-            name += f", of {shlex.join(words)}"
+        command = find_command(one, commands)
+        if len(tokens) > 1 and command is not None:
+            name += f", of {shlex.join(command)}"
         print(f"\njob {number} of {len(reports)}: {name}")
         if one.is_fault or one.runs or one is newest:
             print_report(one, request, folder)
@@ -339,10 +339,10 @@ def print_times(rank: Rank, most: int = 4) -> None:
     """
     lines: Counter[str] = Counter()
     for sample in rank.stack_samples:
-        words = str(rank.find_place(sample.stack))
+        place = str(rank.find_place(sample.stack))
         if rank.sources.find_wait(sample.stack):
-            words += " (waits for other ranks)"
-        lines[words] += sample.times
+            place += " (waits for other ranks)"
+        lines[place] += sample.times
     whole = sum(lines.values())
     if whole:
         print(f"rank {rank.rank}, {count_of(whole, 'stack sample')} over 2 s:")

@@ -35,17 +35,17 @@ def with_status(ranks: Iterable[Rank]) -> str:
 def describe_call(call: Call) -> str:
     """Return for example `all_reduce of float [4] in line 41 of train.py: x`.
     """
-    words = call["call"]
+    text = call["call"]
     sizes = " and ".join(f"{kind.lower()} {size}" for kind, size in zip(
         call["types"][:2], call["sizes"], strict=False))
     if sizes:
-        words += f" of {sizes}"
+        text += f" of {sizes}"
     root = call.get("root")
     if root is not None:
-        words += f" with root {root}"
+        text += f" with root {root}"
     if call["line"]:
-        words += f" in {CodeLine(*call['line'])}"
-    return words
+        text += f" in {CodeLine(*call['line'])}"
+    return text
 
 
 def describe_wait(rank: Rank) -> str:
@@ -56,10 +56,10 @@ def describe_wait(rank: Rank) -> str:
 def name_wait(rank: Rank) -> str:
     """Return the message, the collective or the function in which it waits."""
     if rank.message:
-        words = rank.message["call"]
+        name = rank.message["call"]
         if rank.message["peer"] is not None:
-            words += f" for rank {rank.message['peer']}"
-        return words
+            name += f" for rank {rank.message['peer']}"
+        return name
     call = rank.current_call
     if rank.awaited_calls and call:
         name = f"{call['call']}, collective {call['number']} of group "
@@ -90,21 +90,21 @@ def describe_error(rank: Rank) -> str:
         first = f"{first} {message.strip().splitlines()[-1][:200]}"
         place = rank.find_place(frames)
     launcher_says = bool(ended.get("told")) and not frames
-    words = ""
+    text = ""
     if not launcher_says and place.file != "?":
-        words += f", in {place}"
+        text += f", in {place}"
     if error:
-        words += f", with {error}: {first}"
+        text += f", with {error}: {first}"
     else:
-        words += f", with status {ended['status']!r}"
+        text += f", with status {ended['status']!r}"
         if launcher_says:
-            words += ", according to the launcher"
+            text += ", according to the launcher"
     for row in ended.get("then", ()):
         followed = ErrorThatFollowed(*row)
-        words += f"; then {followed.text}"
+        text += f"; then {followed.text}"
         if followed.stack:  # one that a group holds may never be raised
-            words += f", in {rank.find_place(followed.stack)}"
-    return words
+            text += f", in {rank.find_place(followed.stack)}"
+    return text
 
 
 def describe(rank: Rank) -> str:
@@ -112,10 +112,10 @@ def describe(rank: Rank) -> str:
     if rank.is_unresponsive:
         return f"has not answered since {rank.last_report}"
     if rank.ending == "done":
-        words = f"ended {with_status([rank])}"
+        text = f"ended {with_status([rank])}"
         if rank.alive:
-            words += "; the process still runs"
-        return words
+            text += "; the process still runs"
+        return text
     if rank.ending == "error":
         return f"ended{describe_error(rank)}"
     if rank.ending == "lost":
@@ -137,12 +137,12 @@ def describe_place(rank: Rank) -> str:
     """
     if rank.waits:
         return describe_wait(rank)
-    words = f"is in {rank.place}"
+    text = f"is in {rank.place}"
     if rank.stack:
         frame = [*rank.stack[-1]]
         if [*rank.place] not in (frame, ["?", 0, "?"]):
-            words += f" (in {frame[2]} of {Path(frame[0]).name})"
-    return words
+            text += f" (in {frame[2]} of {Path(frame[0]).name})"
+    return text
 
 
 def list_activities(rank: Rank) -> list[str]:
@@ -155,36 +155,36 @@ def list_activities(rank: Rank) -> list[str]:
         where += f" for {rank.seconds_in_line:.0f} s"
     if rank.script_ended:
         where += ", after the end of its script"
-    words = [where]
+    activities = [where]
     # a loop, also of messages of gloo
     if rank.idle_seconds - rank.seconds_in_line >= SOON:
-        words.append("repeats the same lines for "
-                     f"{rank.idle_seconds:.0f} s")
+        activities.append("repeats the same lines for "
+                          f"{rank.idle_seconds:.0f} s")
     if rank.handles:
-        words.append(describe_handled(rank))
-    activity = describe_work(rank)
-    if activity.working:
-        words.append(f"busy: {', '.join(activity.working)}")
+        activities.append(describe_handled(rank))
+    started = describe_work(rank)
+    if started.working:
+        activities.append(f"busy: {', '.join(started.working)}")
     elif rank.uses_mpi and is_idle and not rank.waits:
-        words.append("either computes, or waits for an MPI message "
-                     "(requests, files, windows)")
+        activities.append("either computes, or waits for an MPI message "
+                          "(requests, files, windows)")
     elif not rank.waits and rank.computes:
-        words.append("computes, reads or writes")
+        activities.append("computes, reads or writes")
     elif not rank.waits:
-        words += activity.idle
+        activities += started.idle
     if rank.current_call and not rank.waits:
-        words.append(f"{rank.current_call['call']}, collective "
-                     f"{rank.current_call['number']}, has not ended")
+        activities.append(f"{rank.current_call['call']}, collective "
+                          f"{rank.current_call['number']}, has not ended")
     if not rank.waits:
-        words += describe_waiting_threads(rank)
+        activities += describe_waiting_threads(rank)
     if rank.started_ranks:
-        words.append("the ranks of a job that it has started: "
-                     f"[{describe_each(rank.started_ranks)}]")
+        activities.append("the ranks of a job that it has started: "
+                          f"[{describe_each(rank.started_ranks)}]")
     if rank.connecting:
-        words.append(f"cannot connect to {rank.connecting[0]}")
+        activities.append(f"cannot connect to {rank.connecting[0]}")
     elif rank.master_problem and rank.is_joining:
-        words.append(f"{rank.address}: {rank.master_problem}")
-    return words
+        activities.append(f"{rank.address}: {rank.master_problem}")
+    return activities
 
 
 def describe_waiting_threads(rank: Rank) -> list[str]:
@@ -196,11 +196,11 @@ def describe_waiting_threads(rank: Rank) -> list[str]:
         wait = rank.sources.find_wait(thread.stack)
         if not wait:
             continue
-        words = f"its thread {thread.name} waits in {wait}"
+        text = f"its thread {thread.name} waits in {wait}"
         place = rank.find_place(thread.stack)
         if rank.sources.owner(place.file) in NAMED:
-            words += f", in {place}"
-        found.append(words)
+            text += f", in {place}"
+        found.append(text)
     return found
 
 
@@ -216,17 +216,17 @@ def describe_kill(rank: Rank) -> str:
     """Return where a signal met it, or when it was seen last."""
     if not (rank.crash or rank.was_aborted):
         return f"according to the launcher; last wrote at {rank.last_report}"
-    words = f"in {rank.place}"
+    text = f"in {rank.place}"
     if not rank.was_aborted:
-        return words
+        return text
     wait = name_wait(rank)
     if wait:
-        words += f", waiting in {wait}"
+        text += f", waiting in {wait}"
     caller = rank.find_place(find_frames(main_thread(rank.stack_dump))[::-1])
     if caller[:2] != rank.place[:2] and caller.line and (
             rank.sources.owner(caller.file) == SCRIPT):
-        words += f"; a thread of its own called abort() in {caller}"
-    return words
+        text += f"; a thread of its own called abort() in {caller}"
+    return text
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def describe_work(rank: Rank) -> StartedProcesses:
             idle.append(f"its {name} {state}")
         elif work.line and work in rank.helpers:
             idle.append(f"its {name} is in {CodeLine(*work.line)}")
-    idle.sort(key=lambda words: not words.endswith("ended"))
+    idle.sort(key=lambda text: not text.endswith("ended"))
     return StartedProcesses(working[:3], idle[:3])
 
 
@@ -278,8 +278,8 @@ def describe_each(ranks: Iterable[Rank]) -> str:
     for rank in ranks:
         groups[describe(rank)].append(rank)
     texts = []
-    for words, members in groups.items():
-        verb, rest = words.split(" ", 1)
+    for text, members in groups.items():
+        verb, rest = text.split(" ", 1)
         texts.append(f"{members:{verb}} {rest}")
     return "; ".join(texts)
 

@@ -242,10 +242,10 @@ def say_begin(folder: Path) -> str:
         children = proc.descendants(begun.pid)
         unmet = [place for child in children
                  for place in proc.connecting(child)]
-        words = f"process {begun.pid} is running"
+        text = f"process {begun.pid} is running"
         if unmet:
-            words += f" and cannot connect to {unmet[0]}"
-        texts.append(words)
+            text += f" and cannot connect to {unmet[0]}"
+        texts.append(text)
         texts += filter(None, map(say_unwatched, children))
         texts.append("`py-spy dump --subprocesses --pid "
                      f"{begun.pid}` shows the lines of its processes")

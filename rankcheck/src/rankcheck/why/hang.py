@@ -183,9 +183,9 @@ def run_command(task: Task, ranks: list[Rank]) -> None:
     except OSError:  # it is there, or nobody can write there
         return
     folder = str(task.folder)
-    words = task.command.replace("{}", shlex.quote(folder))
+    command = task.command.replace("{}", shlex.quote(folder))
     with output:
-        subprocess.run(["sh", "-c", words], stdin=subprocess.DEVNULL,
+        subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL,
                        stdout=output, stderr=output, cwd=task.cwd,
                        check=False,
                        env={**task.env, "RANKCHECK_FOLDER": folder})

@@ -85,25 +85,25 @@ def join_ranks(numbers: list[int]) -> str:
             spans[-1].append(number)
         else:
             spans.append([number])
-    words: list[str] = []
+    parts: list[str] = []
     for span in spans:
         if len(span) > 2:
-            words.append(f"{span[0]}-{span[-1]}")
+            parts.append(f"{span[0]}-{span[-1]}")
         else:
-            words += map(str, span)
+            parts += map(str, span)
     noun = "rank" if len(numbers) == 1 else "ranks"
-    return f"{noun} {', '.join(words)}"
+    return f"{noun} {', '.join(parts)}"
 
 
 def join_hosts(ranks: list[Rank]) -> str:
     hosts = [*dict.fromkeys(rank.host for rank in ranks)]
-    words = ", ".join(hosts[:HOSTS])
+    text = ", ".join(hosts[:HOSTS])
     if len(hosts) > HOSTS:
-        words += f" and {len(hosts) - HOSTS} more nodes"
-    return words
+        text += f" and {len(hosts) - HOSTS} more nodes"
+    return text
 
 
-def merge_words(texts: list[str]) -> str:
+def merge_texts(texts: list[str]) -> str:
     """Return one text for texts that are equal but for what `DIFFERS`."""
     values: list[tuple[str, ...]] = [
         *zip(*map(DIFFERS.findall, texts), strict=False)]
@@ -136,17 +136,17 @@ def describe_group(ranks: list[Rank]) -> str:
     """Return a line of the table, of a rank or of several that do the same.
     """
     first = ranks[0]
-    words = merge_words([describe(rank) for rank in ranks])
+    text = merge_texts([describe(rank) for rank in ranks])
     line = (f"{join_ranks([rank.rank for rank in ranks])} on "
             f"{join_hosts(ranks)}")
     if len(ranks) == 1:
         line += f", process {first.pid}"
     else:
-        verb, space, rest = words.partition(" ")
-        words = pluralize(verb) + space + rest
+        verb, space, rest = text.partition(" ")
+        text = pluralize(verb) + space + rest
     if first.calls:
         line += f", collective {first.calls[-1]['number']}"
-    return f"{line}: {words}"
+    return f"{line}: {text}"
 
 
 def describe_missing(found: JobReport) -> str:
@@ -162,15 +162,15 @@ def name_job(found: JobReport) -> str:
     """Return what tells a job from others: its ranks, and where they meet.
     """
     first = found.ranks[0]
-    words = join_ranks([rank.rank for rank in found.ranks])
+    name = join_ranks([rank.rank for rank in found.ranks])
     if found.world_size:
-        words += f" of {found.world_size}"
+        name += f" of {found.world_size}"
     if first.master[1]:
-        words += f", MASTER_PORT {first.master[1]}"
+        name += f", MASTER_PORT {first.master[1]}"
     run = first.start[0] if first.start else None
     if run and run != "none":
-        words += f", run id {run}"
-    return f"{words}, on {join_hosts(found.ranks)}"
+        name += f", run id {run}"
+    return f"{name}, on {join_hosts(found.ranks)}"
 
 
 def describe_stacks(ranks: list[Rank]) -> list[str]:

@@ -128,10 +128,10 @@ def stopped(job: Job) -> Diagnosis | None:
                        and not (rank.has_watcher and rank.has_answered))
     if not ranks:
         return None
-    words = ", ".join(
+    processes = ", ".join(
         f"process {rank.pid} on {rank.host}, last wrote at {rank.last_report}"
         for rank in ranks)
-    return Diagnosis(ranks, f"{ranks:is} stopped: {words}")
+    return Diagnosis(ranks, f"{ranks:is} stopped: {processes}")
 
 
 # --------------------------------------------------------- they do not meet
@@ -147,10 +147,10 @@ def same_number(job: Job) -> Diagnosis | None:
                      and (rank.joined or rank in job.joining))
     if not job.joining or len(ranks) < 2:
         return None
-    words = ", ".join(f"{rank.rank} (process {rank.pid} on {rank.host})"
-                      for rank in ranks)
+    processes = ", ".join(f"{rank.rank} (process {rank.pid} on {rank.host})"
+                          for rank in ranks)
     return Diagnosis(
-        ranks, f"several processes have the same RANK: {words}")
+        ranks, f"several processes have the same RANK: {processes}")
 
 
 @asks(BEGINS, "different addresses", "export the same values on all nodes")
@@ -348,12 +348,12 @@ def killed(job: Job) -> Diagnosis | None:
         ranks = ranks.without(job.aborted_ranks)
     if not ranks:
         return None
-    words = describe.describe_each(ranks) + describe.say_oom(
+    text = describe.describe_each(ranks) + describe.say_oom(
         [rank for rank in ranks if rank.signal == "SIGKILL"])
     others = job.ranks.without(ranks)
     if others:
-        words += f"; {describe.describe_each(others)}"
-    return Diagnosis(ranks, words)
+        text += f"; {describe.describe_each(others)}"
+    return Diagnosis(ranks, text)
 
 
 @asks(ENDS, "rank failed", "start with this error, as the other ranks "

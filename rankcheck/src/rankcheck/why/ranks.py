@@ -76,11 +76,11 @@ class CodeLine(NamedTuple):
     def __str__(self) -> str:
         if self.file == "?":
             return "a line that is not known"
-        words = f"line {self.line} of {Path(self.file).name}"
+        text = f"line {self.line} of {Path(self.file).name}"
         code = linecache.getline(self.file, self.line).strip()
         if code:
-            words += f": {code}"
-        return words
+            text += f": {code}"
+        return text
 
 
 PLURALS = {"is": "are", "has": "have", "was": "were"}

@@ -532,8 +532,8 @@ def add_error(ended: Ended, error: BaseException | None) -> None:
     ended["stack"] = stack_of(first)[-50:]
     followed = []
     for one in later[-5:]:
-        words = f"{type(one).__name__}: {launchers.read_message(one)}"
-        followed.append([stack_of(one)[-20:], words[:200]])
+        text = f"{type(one).__name__}: {launchers.read_message(one)}"
+        followed.append([stack_of(one)[-20:], text[:200]])
     ended["then"] = followed
 
 
