@@ -126,8 +126,8 @@ def peak_memory(device: torch.device) -> tuple[int, int | None]:
 def resident_memory(status: Path = Path("/proc/self/status")) -> int:
     """Return the peak resident memory of this process in bytes."""
     try:
-        words = status.read_text().split()
-        return 1024 * int(words[words.index("VmHWM:") + 1])
+        fields = status.read_text().split()
+        return 1024 * int(fields[fields.index("VmHWM:") + 1])
     except (OSError, ValueError):  # not Linux; macOS counts bytes
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return most if sys.platform == "darwin" else 1024 * most

@@ -65,10 +65,10 @@ def require(condition: object, message: str) -> None:
 
 
 def parse_flags(cls: type[Flags], default: Flags | None = None,
-                words: list[str] | None = None, **least: float) -> Flags:
+                arguments: list[str] | None = None, **least: float) -> Flags:
     """`tyro.cli(cls)`, but a wrong flag is a `UserError`.
 
-    default: an instance of cls; words: None, this process's; least: see
+    default: an instance of cls; arguments: None, this process's; least: see
     `check_numbers`. A `~` that begins a path, as in --out=~/x, is the home.
     """
     import tyro  # which a portal's kernel does not have
@@ -76,7 +76,7 @@ def parse_flags(cls: type[Flags], default: Flags | None = None,
     box = io.StringIO()  # tyro draws its errors on stderr, in a box
     try:
         with contextlib.redirect_stderr(box):
-            flags: Any = tyro.cli(cls, args=words, default=default)
+            flags: Any = tyro.cli(cls, args=arguments, default=default)
         for name, value in vars(flags).items():
             if isinstance(value, os.PathLike) or (value and name in PATHS):
                 kind: Any = type(value)

@@ -67,11 +67,12 @@ def parse(Hyperparameters: type[Hp], presets: Mapping[str, Hp],
 
     presets: name -> Hyperparameters; models: name -> GPTConfig. All ranks.
     """
-    words = sys.argv[1:]
+    arguments = sys.argv[1:]
     least = dict.fromkeys(vars(presets["nano"]), 1) | AT_LEAST
-    hp = errors.parse_flags(Hyperparameters, presets["nano"], words, **least)
-    flags = {re.sub("--(no-)?", "", word.split("=")[0]).replace("-", "_")
-             for word in words if word.startswith("--")}
+    hp = errors.parse_flags(Hyperparameters, presets["nano"], arguments,
+                            **least)
+    flags = {re.sub("--(no-)?", "", argument.split("=")[0]).replace("-", "_")
+             for argument in arguments if argument.startswith("--")}
     given = {name: value for name, value in vars(hp).items() if name in flags}
     saved = read_hyperparameters(hp) if hp.resume else {}
     device = find_device((saved | given).get("device", "auto"))

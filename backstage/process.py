@@ -110,14 +110,14 @@ def find_start(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     elif size == 1:
         alone = "lightning" not in sys.modules or "NODE_RANK" not in env
         launcher = "python" if alone else "Lightning"
-    words = ["python", *sys.argv]
+    command = ["python", *sys.argv]
     with contextlib.suppress(psutil.Error):  # the system hides them
-        words = next((told for above in psutil.Process().parents()
-                      if sys.argv[0] in (told := above.cmdline())), words)
+        command = next((told for above in psutil.Process().parents()
+                        if sys.argv[0] in (told := above.cmdline())), command)
     scheduler = next((f"{name} job {env[job]}" for name, job in
                       SCHEDULERS.items() if job in env), "no scheduler")
     return {"scheduler": scheduler, "launcher": launcher,
-            "command": shlex.join(words)}
+            "command": shlex.join(command)}
 
 
 def seconds_since_start() -> float | None:

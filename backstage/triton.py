@@ -23,8 +23,8 @@ from backstage.errors import UserError, leave, report
 
 def load() -> Any:
     """Triton's module; raises a `UserError` where it is not installed."""
-    words = " ".join(sys.argv).replace("=", " ")
-    on_cpu = not torch.cuda.is_available() or "--device cpu" in words
+    command_line = " ".join(sys.argv).replace("=", " ")
+    on_cpu = not torch.cuda.is_available() or "--device cpu" in command_line
     os.environ.setdefault("TRITON_INTERPRET", str(int(on_cpu)))
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # unset, it warns
     for name in [*sys.modules]:  # torch may have imported it already
