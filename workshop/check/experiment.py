@@ -110,9 +110,9 @@ def reference_of(bench: Bench) -> StageRun:
     if solution not in references:
         one = bench.with_script(solution.read_bytes(), FIRST).make(
             PlannedRun("1", "whole", Mesh()))
-        words = exits.explain_rank(one, 0).text
+        reason = exits.explain_rank(one, 0).text
         require(len(one.rows) == STEPS and one.records[0], "the single-device "
-                f"stage does not run here: it {words}")
+                f"stage does not run here: it {reason}")
         references[solution] = one
     bench.reference = references[solution]
     return bench.reference
@@ -149,7 +149,7 @@ class Experiment:
         for place, planned in enumerate(plan, 1):
             self.out.report(run=planned.name)
             self.out.say(f"\nRun {place} of {len(plan)}: "
-                         f"{planned.mesh.words}{planned.about}")
+                         f"{planned.mesh.description}{planned.about}")
             outcome = try_out(self.bench, planned, self.name)
             outcomes.append(outcome)
             self.tell(outcome)
@@ -419,7 +419,7 @@ def give_reason(out: Quiet, text: str, reason: str, hint: str = "") -> None:
         reason: "" where the script differs from the lesson otherwise.
         hint: the lesson's, in words, which comes first; "" where it has none.
     """
-    for words in hint, reason:
-        if words:
-            out.say(f"           {words}")
+    for line in hint, reason:
+        if line:
+            out.say(f"           {line}")
     out.report(cause=[text, reason, hint])

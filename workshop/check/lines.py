@@ -49,8 +49,8 @@ def name_lines(finding: Finding, name: NameLine) -> Finding:
                    fix=name_all(finding.fix, name))
 
 
-def name_all(words: Sequence[Fragment], name: NameLine) -> list[Fragment]:
+def name_all(fragments: Sequence[Fragment], name: NameLine) -> list[Fragment]:
     named: list[Fragment] = []
-    for part in words:
+    for part in fragments:
         named.append(name(part) if isinstance(part, Line) else part)
     return named

@@ -110,20 +110,20 @@ def rename(yours: str, goal: str) -> str:
     have. Lines stay lines.
     """
     yours_tokens, goal_tokens = map(tokens, (yours, goal))
-    own_words = [token.string for token in yours_tokens]
-    goal_words = [token.string for token in goal_tokens]
-    matcher = SequenceMatcher(None, own_words, goal_words, autojunk=False)
+    own_strings = [token.string for token in yours_tokens]
+    goal_strings = [token.string for token in goal_tokens]
+    matcher = SequenceMatcher(None, own_strings, goal_strings, autojunk=False)
     pairs: dict[str, set[str]] = {}  # own name -> the lesson's at its places
     for tag, i1, i2, j1, j2 in matcher.get_opcodes():
         if tag == "replace" and i2 - i1 == j2 - j1:
-            for own, other in zip(own_words[i1:i2], goal_words[j1:j2],
+            for own, other in zip(own_strings[i1:i2], goal_strings[j1:j2],
                                   strict=True):
                 pairs.setdefault(own, set()).add(other)
     mine = defined(yours)
     names = {}
     for own, (other, *more) in pairs.items():
-        is_own = own in mine and own not in goal_words
-        is_free = other.isidentifier() and other not in own_words
+        is_own = own in mine and own not in goal_strings
+        is_free = other.isidentifier() and other not in own_strings
         if not more and is_own and is_free:
             names[own] = other
     lines = io.StringIO(yours).readlines()

@@ -72,7 +72,7 @@ class Mesh:
         return flags
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The mesh in a sentence."""
         if self.size == 1:
             return "1 process (plain python)"
@@ -142,7 +142,8 @@ def plan_other_flags(about: Stage, first: Mesh, pair: Mesh
     runs = [
         PlannedRun(
             "resumed", "resumed", pair, ("--resume",),
-            f", resuming after step {RESUMED - 1} a run of {first.words}"),
+            f", resuming after step {RESUMED - 1} a run of "
+            f"{first.description}"),
         PlannedRun(
             "stopped", "stopped", pair,
             ("--compile", "--recompute", "--generate-every", 1),

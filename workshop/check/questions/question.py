@@ -83,10 +83,10 @@ def judge(title: str, compare: Compare, examined: Examined) -> Finding:
                     "simplify the script: an expression is nested too deeply",
                     kind="not-answered")
     except STRANGE as error:
-        words = f"{type(error).__name__}: {error}"
-        return fail(f"the check cannot tell whether {title}: {words}",
+        problem = f"{type(error).__name__}: {error}"
+        return fail(f"the check cannot tell whether {title}: {problem}",
                     "check what the script leaves: the course's stages leave "
-                    "something else", words, kind="not-answered")
+                    "something else", problem, kind="not-answered")
     return found or ok(title)
 
 
