@@ -254,7 +254,8 @@ def test_a_folder_that_another_user_makes_meanwhile(tmp_path):
             lock_folder(folder)
 
 
-PARTS = {  # of a process's words -> what `status` names, and what `up` starts
+# of a process's command -> what `status` names, and what `up` starts
+PARTS = {
     "munged": ["munged"], "slurmctld": ["slurmctld"], "slurmd": ["node2"],
     "a node's unshare": ["node2"], "a node's first process": ["node2"],
     "unshare": ["munged", "slurmctld", "node1", "node2", "node3"],
@@ -265,14 +266,14 @@ def find_part(shell, part):
     """The process of that name."""
     kind = "node" if "node" in part else "cluster"
     for process in shell.processes():
-        words = process.words
+        command = process.command
         if part in ("munged", "slurmctld"):
             if process.program == part:
                 return process.pid
         elif part == "slurmd":
-            if process.program == part and "node2" in words:
+            if process.program == part and "node2" in command:
                 return process.pid
-        elif kind in words and (kind == "cluster" or "node2" in words):
+        elif kind in command and (kind == "cluster" or "node2" in command):
             if ("unshare" in part) == (process.program == "unshare"):
                 return process.pid
     raise AssertionError(f"no {part}: {shell.processes()}")

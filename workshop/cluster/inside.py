@@ -79,10 +79,11 @@ def start_daemon(*command: str | os.PathLike[str]) -> None:
 
     It is not to have the capabilities by which the namespaces are set up.
     """
-    words = list(map(str, command))
+    arguments = list(map(str, command))
     if os.geteuid():
-        words = ["setpriv", "--ambient-caps=-all", "--inh-caps=-all", *words]
-    call(*words)
+        arguments = ["setpriv", "--ambient-caps=-all", "--inh-caps=-all",
+                     *arguments]
+    call(*arguments)
 
 
 @dataclass

@@ -27,18 +27,18 @@ class Process:
     """A process of a cluster, as this process's /proc shows it."""
 
     pid: int
-    words: list[str]
+    command: list[str]
 
     @property
     def program(self) -> str:
-        return os.path.basename(self.words[0])
+        return os.path.basename(self.command[0])
 
-    def holds_namespaces(self, *words: str) -> bool:
+    def holds_namespaces(self, *arguments: str) -> bool:
         """Say whether this is the process that has made the namespaces of
         one.
         """
-        return self.program == "unshare" and self.words[
-            -2 - len(words):] == [INSIDE, *words, ""]
+        return self.program == "unshare" and self.command[
+            -2 - len(arguments):] == [INSIDE, *arguments, ""]
 
 
 def find_processes(place: ClusterFolder) -> list[Process]:
@@ -49,9 +49,9 @@ def find_processes(place: ClusterFolder) -> list[Process]:
         if pid == os.getpid() or not is_mine(pid):
             continue
         if mark in (proc.read_variables(pid) or []):
-            words = proc.read_command(pid)
+            command = proc.read_command(pid)
             if proc.read_state(pid) not in "ZX?":
-                found.append(Process(pid, words))
+                found.append(Process(pid, command))
     return found
 
 
@@ -61,10 +61,10 @@ def is_mine(pid: int) -> bool:
     return f"\nUid:\t{os.getuid()}\t" in status
 
 
-def find_holder(processes: list[Process], *words: str) -> Process | None:
+def find_holder(processes: list[Process], *arguments: str) -> Process | None:
     """Return the one that holds the namespaces of a part, if it runs."""
     for process in processes:
-        if process.holds_namespaces(*words):
+        if process.holds_namespaces(*arguments):
             return process
     return None
 
@@ -73,7 +73,7 @@ def find_daemon(processes: list[Process], name: str) -> Process | None:
     """Return munged, slurmctld, or the slurmd of a node, if it runs."""
     for process in processes:
         if process.program == name or (
-                process.program == "slurmd" and name in process.words):
+                process.program == "slurmd" and name in process.command):
             return process
     return None
 
