@@ -18,8 +18,8 @@ from workshop.stages import LESSONS, STAGES, find
 
 def journey(args: argparse.Namespace) -> None:
     """Print what comes next, and the command that goes on."""
-    words, lessons = working_copy.next_lessons()
-    print(words)
+    line, lessons = working_copy.next_lessons()
+    print(line)
     for name in lessons:
         print(f"  python -m workshop lab {name:8}  {find(name).title}")
     print("All commands: python -m workshop --help")

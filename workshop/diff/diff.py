@@ -274,10 +274,10 @@ class Diff:
         edits: dict[int, list[Edit]] = {}  # what is left of each change
         wanted: set[int] = set()
         for change, span in self._parts():
-            in_words = self._differ_in_words(*span[:4])
-            if change is None and in_words:
+            only_in_text = self._differ_only_in_text(*span[:4])
+            if change is None and only_in_text:
                 continue
-            if change is not None and not in_words:
+            if change is not None and not only_in_text:
                 wanted.add(change)
             for edit in self._edits(*span):
                 if change is None and self.other_changes and (
@@ -330,7 +330,7 @@ class Diff:
                     last = (ends[k], end) == (i2, j2)
                     yield change, (begins[k], ends[k], begin, end, last)
 
-    def _differ_in_words(self, i1: int, i2: int, j1: int, j2: int) -> bool:
+    def _differ_only_in_text(self, i1: int, i2: int, j1: int, j2: int) -> bool:
         """Whether only what people read is different there."""
         a, b = ([line for line, counts in zip(
             script.code[begin:end], script.is_code[begin:end],
@@ -476,10 +476,10 @@ def without_messages(lines: Iterable[str]) -> str:
     What an f-string computes stays.
     """
     def shorten(found: re.Match[str]) -> str:
-        words = "".join(it[1:-1] for it in re.findall(QUOTED, found[0]))
-        if not re.search(r"\S\s+\S", words):
+        text = "".join(it[1:-1] for it in re.findall(QUOTED, found[0]))
+        if not re.search(r"\S\s+\S", text):
             return found[0]
-        return "§" + "".join(re.findall(r"\{.*?\}", words))
+        return "§" + "".join(re.findall(r"\{.*?\}", text))
     return STRINGS.sub(shorten, "\n".join(lines))
 
 

@@ -107,13 +107,13 @@ def quote(text: str) -> str:
 def as_calls(text: str) -> str:
     """The text with calls, for a cell, in the place of terminal commands."""
     def call(command: re.Match[str]) -> str:
-        name, *words = command[1].split()
-        if words == ["--undo"]:
-            name, words = "undo", []
+        name, *arguments = command[1].split()
+        if arguments == ["--undo"]:
+            name, arguments = "undo", []
         named = {"--list": "", "--all": '"all"', "--no-hints": "hints=False"}
-        words = [named.get(word, word if word.isdigit() and len(word) < 3
-                           else f'"{word}"') for word in words]
-        return f"`{name}({', '.join(words)})`"
+        arguments = [named.get(word, word if word.isdigit() and len(word) < 3
+                               else f'"{word}"') for word in arguments]
+        return f"`{name}({', '.join(arguments)})`"
 
     return re.sub(r"`python -m workshop ((?:apply|check|diff|reset)"
                   r" [^`]+)`", call, text)
@@ -125,8 +125,8 @@ def box(text: str, status: str = "") -> str:
     status: a line of text that is read aloud where someone listens.
     """
     if status:
-        words = json.dumps(as_calls(status)).replace("<", "\\u003c")
-        text += ANNOUNCE.replace("WORDS", words)
+        message = json.dumps(as_calls(status)).replace("<", "\\u003c")
+        text += ANNOUNCE.replace("WORDS", message)
     if "#line=" in text:
         text += BRING_LINE
     return f'{STYLE}<div class="ws">{text}</div>'

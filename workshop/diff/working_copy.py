@@ -146,12 +146,12 @@ def describe(backup: Path) -> str:
     if stage not in LESSONS:
         return label(backup)
     diff = Diff(stage, backup)
-    words = f"{numbers[0]}"
+    changes = f"{numbers[0]}"
     if len(numbers) > 1:
-        words = f"{numbers[0]} to {numbers[-1]}"
+        changes = f"{numbers[0]} to {numbers[-1]}"
         if numbers[-1] - numbers[0] >= len(numbers):  # some are left out
-            words = ", ".join(map(str, numbers))
-    return (f"as it was before `apply {stage} {words}`, with "
+            changes = ", ".join(map(str, numbers))
+    return (f"as it was before `apply {stage} {changes}`, with "
             f"{diff.total - len(diff.remaining)} of {diff.total} changes made")
 
 

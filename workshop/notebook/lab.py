@@ -48,8 +48,8 @@ def main(args: argparse.Namespace) -> None:
     workspace = write_workspace(*names)
     page = f"tree/{workspace.relative_to(ROOT)}"
     with contextlib.suppress(UserError):  # the lesson will tell
-        words, lessons = next_lessons()
-        print(" ".join([words, *lessons]), flush=True)
+        line, lessons = next_lessons()
+        print(" ".join([line, *lessons]), flush=True)
     last = "" if stage else find_last()
     if last:
         page = f"workspaces/{last}"
