@@ -22,23 +22,23 @@ OURS = {"GIT_CEILING_DIRECTORIES": str(ROOT.parent),  # no repository around it
         "GIT_CONFIG_VALUE_0": os.devnull}
 
 
-def run(*words: StrPath,
+def run(*arguments: StrPath,
         fix: str = "solve this, then try again; nothing is lost") -> str:
     """What git prints; raises a `UserError` with its reason if it fails."""
     env = {name: value for name, value in os.environ.items()
            if not name.startswith("GIT_") or name.startswith(KEPT)} | OURS
     try:
-        git = subprocess.run(["git", *words], cwd=ROOT, env=env,
+        git = subprocess.run(["git", *arguments], cwd=ROOT, env=env,
                              stdin=subprocess.DEVNULL, capture_output=True)
     except FileNotFoundError as error:
         raise UserError("git is not installed; fix: load your site's module, "
                         "or install it") from error
     said = git.stderr or git.stdout or b"no message"
     reason = " ".join(os.fsdecode(said).split())
-    require(not git.returncode, f"git {words[0]}: {reason}; fix: {fix}")
+    require(not git.returncode, f"git {arguments[0]}: {reason}; fix: {fix}")
     return os.fsdecode(git.stdout).strip("\n")
 
 
-def names(*words: StrPath) -> set[str]:
+def names(*arguments: StrPath) -> set[str]:
     """The set of file names that git prints, whatever their characters."""
-    return {*run(*words).split("\0")} - {""}
+    return {*run(*arguments).split("\0")} - {""}

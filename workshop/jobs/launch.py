@@ -97,10 +97,10 @@ def numbers(env: Mapping[str, str], name: str) -> list[int]:
 
     Raises a `UserError` if it holds something else.
     """
-    words = [word for word in env.get(name, "").split(",") if word]
+    entries = [entry for entry in env.get(name, "").split(",") if entry]
     counts = []
-    for word in words:
-        found = re.fullmatch(r"(?:[^,]*:)?([0-9]{1,5})(\(x[0-9]+\))?", word)
+    for entry in entries:
+        found = re.fullmatch(r"(?:[^,]*:)?([0-9]{1,5})(\(x[0-9]+\))?", entry)
         if found is None:
             raise UserError(f"{name} is {env.get(name)!r:.40}, not a number; "
                             f"fix: unset {name}")
@@ -143,8 +143,8 @@ def make_command(place: Allocation, launcher: str, program: list[str],
 def unset(env: Mapping[str, str], pattern: re.Pattern[str]) -> list[str]:
     """The beginning of a command that runs without these variables."""
     names = sorted(name for name in env if pattern.fullmatch(name))
-    words = [word for name in names for word in ("-u", name)]
-    return ["env", *words] if words else []
+    flags = [flag for name in names for flag in ("-u", name)]
+    return ["env", *flags] if flags else []
 
 
 def on_each_host(place: Allocation, processes: int,
