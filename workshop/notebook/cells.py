@@ -43,7 +43,7 @@ from workshop.notebook.output import (
     picture,
     run_and_show,
     show_text,
-    split_words,
+    split_arguments,
     table,
 )
 from workshop.notebook.planted_fault import plant, unplant, why  # noqa: F401
@@ -252,14 +252,14 @@ def doctor():
 @in_one_line
 def journey():
     """What I have done so far, and what comes next."""
-    words, lessons = working_copy.next_lessons()
+    line, lessons = working_copy.next_lessons()
     links = [f'<a href="diff_{name}.ipynb">{name}</a>' for name in lessons]
     rows = [("lesson", "it makes", "check passed", "runs"),
             *working_copy.lesson_rows()]
     return Shown(page.box(
-        paragraph(f"<strong>{page.quote(words)}</strong> "
+        paragraph(f"<strong>{page.quote(line)}</strong> "
                   + ", ".join(links))
-        + table(rows, "words")), " ".join([words, *lessons]))
+        + table(rows, "words")), " ".join([line, *lessons]))
 
 
 @in_one_line
@@ -317,7 +317,7 @@ def verify(script, mistake=0, *flags):
     """
     if isinstance(script, str):
         on_board("-m", "workshop", "verify", "--events", "--",
-                 *split_words(script), follows_script=False)
+                 *split_arguments(script), follows_script=False)
     else:
         require(isinstance(script, int) and isinstance(mistake, int), "name "
                 "your script, or the edits and the mistake by their numbers")

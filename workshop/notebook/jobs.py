@@ -18,7 +18,7 @@ from workshop.notebook.output import (
     in_one_line,
     show_output,
     show_text,
-    split_words,
+    split_arguments,
 )
 from workshop.stages import batch_files
 
@@ -63,7 +63,7 @@ def submit(name, flags="", options=""):
     names = batch_files()
     require(name in names, f"no such batch file: {name}; fix: choose from "
             f"{', '.join(names)}")
-    flags, options = split_words(flags), split_words(options)
+    flags, options = split_arguments(flags), split_arguments(options)
     set_variables(is_own)
     ask_slurm()  # if it refuses, there is nothing to ask
     command = shlex.join(["sbatch", *options, f"batch-{name}.sh", *flags])

@@ -81,8 +81,8 @@ warm = Warm()
 
 def run_ranks(name: str, cell: str, number: int, seconds: int) -> None:
     who = pictures.plural(number, "process", "es")
-    words = f"{who} at work ..."
-    state, show = show_output(words, words), live(lambda: state)
+    status = f"{who} at work ..."
+    state, show = show_output(status, status), live(lambda: state)
     begin, lines = time.monotonic(), []
     show(now=True)
     # line 1 has %%ranks, so that errors name the lines that one sees
@@ -96,7 +96,7 @@ def run_ranks(name: str, cell: str, number: int, seconds: int) -> None:
             drawn = [draw(answer[what]) for what, draw in (
                 ("events", pictures.timeline), ("shown", pictures.tensors))
                 if any(answer[what])]
-            words = f"{who}, {time.monotonic() - begin:.1f} s"
-            state = show_output("\n".join([*lines, words]), words, "".join(
+            status = f"{who}, {time.monotonic() - begin:.1f} s"
+            state = show_output("\n".join([*lines, status]), status, "".join(
                 [*drawn, answer["svg"] or "", page.KEEP_IN_SIGHT]))
     show(now=True)

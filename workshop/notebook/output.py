@@ -157,8 +157,8 @@ def in_one_line(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def split_words(text: object) -> list[str]:
-    """The words of a command line; raises `UserError`."""
+def split_arguments(text: object) -> list[str]:
+    """The arguments of a command line; raises `UserError`."""
     try:
         return shlex.split(str(text))
     except ValueError as error:  # a quote that is not closed

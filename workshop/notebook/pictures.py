@@ -42,18 +42,18 @@ def attributes(style: Mapping[str, object]) -> str:
                    for name, value in style.items())
 
 
-def label(x: float, y: float, words: object, **style: object) -> str:
-    return f'<text x="{x:g}" y="{y:g}"{attributes(style)}>{words}</text>'
+def label(x: float, y: float, content: object, **style: object) -> str:
+    return f'<text x="{x:g}" y="{y:g}"{attributes(style)}>{content}</text>'
 
 
-def text(x: float, y: float, words: str, weight: str = "normal") -> str:
+def text(x: float, y: float, content: str, weight: str = "normal") -> str:
     """Words that begin at x and stand on y."""
-    return label(x, y, words, font_weight=weight)
+    return label(x, y, content, font_weight=weight)
 
 
-def middle(x: float, y: float, words: object, **style: object) -> str:
+def middle(x: float, y: float, content: object, **style: object) -> str:
     """Words around x."""
-    return label(x, y, words, **style, text_anchor="middle")
+    return label(x, y, content, **style, text_anchor="middle")
 
 
 def rect(x: float, y: float, width: float, height: float = 20,
@@ -101,10 +101,10 @@ def svg(width: float, height: float, parts: Iterable[str], title: str,
 
 
 def box(x: float, y: float, width: float, height: float, colour: str = GREY,
-        words: str = "", opacity: float = 0.25) -> str:
+        content: str = "", opacity: float = 0.25) -> str:
     return rect(x, y, width, height, rx=3, fill=colour, fill_opacity=opacity,
                 stroke=colour) + middle(
-                    x + width / 2, y + height / 2 + 4, words)
+                    x + width / 2, y + height / 2 + 4, content)
 
 
 def arrow(x: float, y: float, end: float) -> str:
