@@ -22,10 +22,10 @@ from backstage.process import find_launcher, name_ranks
 
 
 def main() -> None:
-    words = sys.argv[1:]
-    verbose = words[:1] == ["-v"]
-    words = words[verbose:]
-    require(words, "no script is named; fix: python -m workshop.as_torchrun "
+    arguments = sys.argv[1:]
+    verbose = arguments[:1] == ["-v"]
+    command = arguments[verbose:]
+    require(command, "no script is named; fix: python -m workshop.as_torchrun "
             "SCRIPT")
     launcher = join_world()
     if verbose:
@@ -36,10 +36,10 @@ def main() -> None:
             f"{env['LOCAL_WORLD_SIZE']}, as {launcher} says; rank 0 is at "
             f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}\n")
         sys.stdout.flush()
-    script = words[0]
+    script = command[0]
     require(Path(script).is_file(), f"{script}: no such script; fix: check "
             "the path")
-    sys.argv = words
+    sys.argv = command
     # in place of this folder, which PYTHONSAFEPATH leaves out
     sys.path[:not getattr(sys.flags, "safe_path", False)] = [
         str(Path(script).resolve().parent)]

@@ -55,9 +55,9 @@ Verdicts = Mapping[str, str]  # of one question: by the run's name
 class Board:
     """A check and its progress."""
 
-    def __init__(self, words: Callable[[str], str] = str) -> None:
-        """words: a function that rewrites each text for a notebook."""
-        self.words = words
+    def __init__(self, rewrite: Callable[[str], str] = str) -> None:
+        """rewrite: a function that rewrites each text for a notebook."""
+        self.rewrite = rewrite
         self.columns: list[str] = []
         self.about, self.run = "", ""
         self.answers: dict[str, dict[str, str]] = {}
@@ -216,7 +216,7 @@ class Board:
                 f'{sign}</span><span class="unseen">{about}</span></td>')
 
     def quote(self, text: str) -> str:
-        return quote_text(self.words(text))
+        return quote_text(self.rewrite(text))
 
 
 def legend(signs: Mapping[str, str]) -> str:

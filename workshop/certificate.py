@@ -68,7 +68,7 @@ class Text:
     """A trained model's generated text, and its run."""
 
     about: str
-    words: str
+    body: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> None:
     for row in passed:
         print(visible(f"{row.when}  {row.stage:8}  {find(row.stage).title}"))
     if text:
-        print(f"\n{text.words}\n\n({text.about})\n")
+        print(f"\n{text.body}\n\n({text.about})\n")
     else:
         print(f"no text: no run here has a trained model; {TRAIN}")
     print(f"{output}: open it in a browser, print or keep it")
@@ -156,8 +156,8 @@ def write_text(folder: Path) -> Text:
     if status or not begins:
         raise UserError(f"{show_path(folder)} generates no text: "
                         f"{interpreter.last_line(printed)}")
-    words = rest.rstrip("\n").rpartition("\n")[0]  # the last line: the speed
-    return Text(describe(runs.read(folder)), words)
+    body = rest.rstrip("\n").rpartition("\n")[0]  # the last line: the speed
+    return Text(describe(runs.read(folder)), body)
 
 
 def describe(run: runs.RecordedRun) -> str:
@@ -188,7 +188,7 @@ def make_page(name: str, passed: list[Passed], text: Text | None) -> str:
     content += "</table>\n"
     if text:
         content += (f"<p>A model that was trained here writes:</p>\n"
-                    f"<pre>{html.escape(text.words)}</pre>\n"
+                    f"<pre>{html.escape(text.body)}</pre>\n"
                     f'<p class="small">{html.escape(text.about)}</p>\n')
     content += ('<p class="small">From this clone\'s own record of its '
                 "checks. The last column has the first digits of the "

@@ -1,6 +1,6 @@
 """The command line of the course's tools: groups of commands, some hidden.
 
-rankcheck's parser reads the words of one command.
+rankcheck's parser reads the arguments of one command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Parser(command_line.Parser):
     passes_on = False
 
     def refuse(self, unknown: Sequence[str]) -> None:
-        """Raise a `UserError` for words that are neither of the two."""
+        """Raise a `UserError` for arguments that are neither of the two."""
         if not self.passes_on:
             super().refuse(unknown)
 
@@ -54,7 +54,7 @@ def parse(program: str, about: str,
     known = dict(hidden)
     for commands in groups.values():
         known.update(commands)
-    name, *words = sys.argv[1:] or [""]
+    name, *arguments = sys.argv[1:] or [""]
     if name in ("-h", "--help"):
         command_line.show_help(program, about, groups)
         sys.exit()
@@ -67,7 +67,7 @@ def parse(program: str, about: str,
         module, f"add_{command.function or 'arguments'}", None)
     if add_arguments is not None:
         add_arguments(parser)
-    args = parser.parse(words)
+    args = parser.parse(arguments)
     args.command = name
     args.function = getattr(module, command.function or "main")
     return args

@@ -156,8 +156,8 @@ def try_mistakes(stages: list[Stage]) -> int:
         (ROOT / "tests" / "tables" / "check" / stage.name).glob("*.diff"))]
     require(planted, "no mistake is planted in these stages; fix: see "
             "tests/tables/check/")
-    words = " or ".join(f"{name}:" for name in planted)
+    expression = " or ".join(f"{name}:" for name in planted)
     return subprocess.run(
         [sys.executable, "-m", "pytest", "--tables",
-         "tests/workshop/test_check.py", "-k", words], cwd=ROOT,
+         "tests/workshop/test_check.py", "-k", expression], cwd=ROOT,
         check=False).returncode

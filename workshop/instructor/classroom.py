@@ -169,10 +169,10 @@ def describe(person: Person, now: float) -> str:
     """Return the text at the end of a row."""
     if person.right:
         return "right"
-    words = ["not right yet"] if person.right is False else []
+    parts = ["not right yet"] if person.right is False else []
     if is_long(person, now):
-        words.append(f"{(now - person.since) / 60:.0f} min")
-    return ", ".join(words)
+        parts.append(f"{(now - person.since) / 60:.0f} min")
+    return ", ".join(parts)
 
 
 def count_jobs() -> str:

@@ -367,16 +367,16 @@ def as_svg(draw: Callable[..., object]) -> Callable[..., str]:
 def about(ax: Axes) -> str:
     """<title> and <desc> of a panel: its axes, and what is drawn there."""
     title = ax.get_title() or ax.get_ylabel()
-    words = [f"{ax.get_ylabel() or 'bars'} by {ax.get_xlabel() or 'number'}"]
-    words += [text.get_text().replace("\n", " ") for text in ax.texts]
+    parts = [f"{ax.get_ylabel() or 'bars'} by {ax.get_xlabel() or 'number'}"]
+    parts += [text.get_text().replace("\n", " ") for text in ax.texts]
     for line in ax.get_lines():
         name = str(line.get_label())
         drawn: Any = line.get_ydata()  # a list or an array
         ys = list(drawn)
         if ys and not name.startswith("_"):
-            words.append(f"{name}: from {ys[0]:.4g} to {ys[-1]:.4g}")
+            parts.append(f"{name}: from {ys[0]:.4g} to {ys[-1]:.4g}")
     return (f"<title>{html.escape(title)}</title>"
-            f"<desc>{html.escape('; '.join(words))}.</desc>")
+            f"<desc>{html.escape('; '.join(parts))}.</desc>")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
