@@ -127,13 +127,13 @@ def ask_verify(case: Case, folder: Path) -> Answer:
         arguments.append(f"--resume-with={' '.join(case.resume)}")
     arguments += ["--", "train.py", *case.flags]
     begin = time.monotonic()
-    said = run_here(arguments, folder)
+    output = run_here(arguments, folder)
     seconds = time.monotonic() - begin
     try:
-        document = json.loads(said)
+        document = json.loads(output)
     except ValueError:
         raise UserError(f"rankcheck verify has failed about {case.name}: "
-                        f"{said[-300:]}") from None
+                        f"{output[-300:]}") from None
     statements = [read_finding(finding) for finding in document["findings"]
                   if finding["verdict"] != "ok"]
     if document["status"] == 2:

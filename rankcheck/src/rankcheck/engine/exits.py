@@ -56,21 +56,21 @@ def explain(run: RunRecord) -> Finding | None:
               if end.status or (end.status is None and not run.gave_up)]
     if not failed and run.gave_up != "hangs":
         return None
-    said = {rank: explain_rank(run, rank) for rank in failed}
+    explanations = {rank: explain_rank(run, rank) for rank in failed}
 
     def blame(rank: int) -> tuple[bool, bool]:
         """Sort last the ranks whose error follows from another rank's."""
         killed = run.kills and (run.ranks[rank].status or 0) < 0
-        return killed, bool(EFFECT.search(said[rank].text))
+        return killed, bool(EFFECT.search(explanations[rank].text))
 
     first = min(failed, default=None, key=blame)
     mismatch = find_mismatch(run)
     if first is not None:
-        last_said = said[first]
-        if not (mismatch and EFFECT.search(last_said.text)):
-            fix = ON_CPU if NO_GPU.search(last_said.text) else ""
-            return fail([f"rank {first} ", *last_said.sentence], fix,
-                        last_said.error, ranks=[first], kind=last_said.kind)
+        finding = explanations[first]
+        if not (mismatch and EFFECT.search(finding.text)):
+            fix = ON_CPU if NO_GPU.search(finding.text) else ""
+            return fail([f"rank {first} ", *finding.sentence], fix,
+                        finding.error, ranks=[first], kind=finding.kind)
     if run.gave_up == "hangs":
         sentence = ["it hangs: ", *where_all(run)]
         if not mismatch:

@@ -40,7 +40,7 @@ class Terminal(Quiet):
     """Prints what is said and found."""
 
     def __init__(self) -> None:
-        self.told: set[str] = set()  # fixes, each of which is printed once
+        self.printed_fixes: set[str] = set()  # each is printed once
         self.tty = sys.stdout.isatty()
         self.width = shutil.get_terminal_size().columns if self.tty else 79
 
@@ -55,9 +55,9 @@ class Terminal(Quiet):
         """Print a finding, and what to do unless that was printed before."""
         label = LABELS.get(verdict, verdict)
         self.print(f"  {label:7}  {text}", 11)
-        if fix and fix not in self.told:
+        if fix and fix not in self.printed_fixes:
             self.print(f"           fix: {fix}", 16)
-        self.told.add(fix)
+        self.printed_fixes.add(fix)
 
     def print(self, text: str, indent: int | None = None) -> None:
         """Print lines; in a terminal a long one is wrapped between words.
