@@ -18,9 +18,9 @@ from rankcheck.system.errors import UserError, require
 from rankcheck.system.launchers import LAUNCHER_PROGRAMS
 
 USAGE = "rankcheck verify -n 2 -- train.py --its-flags"
-# What it gives each process beside the environment
-TELLS = {"deepspeed": ["--local_rank={rank}"],
-         "torch.distributed.launch": ["--local-rank={rank}"]}
+# What a launcher gives each process beside the environment
+LAUNCHER_FLAGS = {"deepspeed": ["--local_rank={rank}"],
+                  "torch.distributed.launch": ["--local-rank={rank}"]}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def read(command: Iterable[str]) -> Program:
     if before:
         del command[0]
     launcher = ""
-    told: list[str] = []
+    launcher_flags: list[str] = []
     while command:
         name, module = Path(command[0]).name, command[0] == "-m"
         if re.fullmatch(r"python[\d.]*", name):
@@ -90,7 +90,7 @@ def read(command: Iterable[str]) -> Program:
         elif name in LAUNCHER_PROGRAMS or (
                 module and command[1:] and command[1] in LAUNCHER_PROGRAMS):
             launcher = command[1] if module else name
-            told = TELLS.get(launcher, [])
+            launcher_flags = LAUNCHER_FLAGS.get(launcher, [])
             command = after_flags(command[2 if module else 1:], launcher)
         else:
             break
@@ -102,15 +102,15 @@ def read(command: Iterable[str]) -> Program:
         del command[end]
     if module:
         require(command[1:], "no module is named; fix: name it behind -m")
-        return Program(find_module(command[1]), (*told, *command[2:]),
-                       command[1], launcher)
+        return Program(find_module(command[1]),
+                       (*launcher_flags, *command[2:]), command[1], launcher)
     script = Path(command[0]).absolute()
     require(not is_program(command[0]), f"{command[0]} is a program, and "
             "verify starts the processes itself; fix: name the script that "
             f"it starts: {USAGE}")
     require(os.path.lexists(script), f"{command[0]} does not exist")
     require(script.is_file(), f"{command[0]} is not a file")
-    return Program(script, (*told, *command[1:]), launcher=launcher)
+    return Program(script, (*launcher_flags, *command[1:]), launcher=launcher)
 
 
 def is_program(path: str) -> bool:
