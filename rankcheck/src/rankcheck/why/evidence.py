@@ -148,8 +148,8 @@ def find_starts_of(number: str) -> list[Path]:
     found = []
     for folder in sorted(start.STARTS.glob("*/")):
         for file in sorted(folder.glob("*-[0-9]*.json"))[:3]:
-            told = read_json(file).get("start") or []
-            if told[place:place + 1] == [number]:
+            values = read_json(file).get("start") or []
+            if values[place:place + 1] == [number]:
                 found.append(folder)
                 break
     return found
@@ -234,9 +234,9 @@ def say_begin(folder: Path) -> str:
     starts = start.starts_of(folder)
     texts = []
     for file in folder.glob("*.exits"):
-        told = read_json(file).get("launcher")
-        if told is not None:
-            texts.append(f"{told['error']}: {told['message'].strip()}")
+        error = read_json(file).get("launcher")
+        if error is not None:
+            texts.append(f"{error['error']}: {error['message'].strip()}")
     begun = starts[-1] if starts else None
     if begun is not None and begun.runs:
         children = proc.descendants(begun.pid)
@@ -460,30 +460,30 @@ def add_exits(folder: Path,
         name, _, space = file.stem.partition("@")
         host, _, number = name.rpartition("-")
         launcher = Launcher(host, number, space)
-        for pid, told in read_json(file).items():
-            if not isinstance(told, dict) or told.get("time", 0) + 1 < began:
+        for pid, entry in read_json(file).items():
+            if not isinstance(entry, dict) or entry.get("time", 0) + 1 < began:
                 continue  # somebody's own file, or of an earlier start
-            if pid == "launcher" and told["signal"]:
-                pass_on_signal(known, launcher, told)
+            if pid == "launcher" and entry["signal"]:
+                pass_on_signal(known, launcher, entry)
             if pid.isdigit():
-                record = find_record(known, launcher, int(pid), told["rank"])
+                record = find_record(known, launcher, int(pid), entry["rank"])
                 if record is None:
-                    record = make_blank(known, launcher, int(pid), told)
+                    record = make_blank(known, launcher, int(pid), entry)
                     records.append(record)
                 if not (record["ended"] or {}).get("status"):
-                    record["ended"] = cast(Ended, {**told, "told": True})
+                    record["ended"] = cast(Ended, {**entry, "told": True})
     return records
 
 
 def pass_on_signal(records: list[ProcessRecord], launcher: Launcher,
-                   told: dict[str, Any]) -> None:
+                   entry: dict[str, Any]) -> None:
     """Let those that a launcher has started end by the signal that it got."""
     for record in records:
         parent = str(record.get("parent", launcher.pid))
         if record["host"] == launcher.host and parent == launcher.pid and (
                 lives(record) is False and not record["ended"]):
-            record["ended"] = {"status": -told["signal"], "told": True,
-                               "time": told["time"]}
+            record["ended"] = {"status": -entry["signal"], "told": True,
+                               "time": entry["time"]}
 
 
 def find_record(records: list[ProcessRecord], launcher: Launcher, pid: int,
@@ -499,13 +499,13 @@ def find_record(records: list[ProcessRecord], launcher: Launcher, pid: int,
 
 
 def make_blank(records: list[ProcessRecord], launcher: Launcher, pid: int,
-               told: dict[str, Any]) -> ProcessRecord:
+               entry: dict[str, Any]) -> ProcessRecord:
     """Return a record for a process of which only its launcher speaks."""
     return {
-        "rank": told["rank"],
+        "rank": entry["rank"],
         "world_size": records[0]["world_size"] if records else None,
-        "host": launcher.host, "pid": pid, "began": told["time"],
-        "ended": None, "written": told["time"], "answers": False,
+        "host": launcher.host, "pid": pid, "began": entry["time"],
+        "ended": None, "written": entry["time"], "answers": False,
         "joined": False, "process": f"{launcher.host}-{pid}@{launcher.space}",
         "space": launcher.space, "parent": int(launcher.pid)}
 

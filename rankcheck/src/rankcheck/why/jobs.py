@@ -32,9 +32,9 @@ class Parent:
 
 def read_start(record: ProcessRecord) -> dict[str, str | None]:
     """Return what the launcher has told the process, by `NAMES`."""
-    told: dict[str, str | None] = dict.fromkeys(NAMES)
-    told.update(zip(NAMES, record.get("start") or [], strict=False))
-    return told
+    values: dict[str, str | None] = dict.fromkeys(NAMES)
+    values.update(zip(NAMES, record.get("start") or [], strict=False))
+    return values
 
 
 def identify(record: ProcessRecord) -> Identity:
@@ -132,23 +132,23 @@ def may_be_one(job: list[ProcessRecord], others: list[ProcessRecord]) -> bool:
         return False
     first, second = read_start(job[0]), read_start(others[0])
     for name in ("run", "restart", "pmix"):
-        told = {first[name], second[name]} - {None, "none"}
-        if len(told) > 1:
+        values = {first[name], second[name]} - {None, "none"}
+        if len(values) > 1:
             return False
     return True
 
 
 def split(records: list[ProcessRecord]) -> list[list[ProcessRecord]]:
     """Return the records of each job, those first that began first."""
-    told: dict[tuple[str | None, ...], list[ProcessRecord]] = {}
+    by_start: dict[tuple[str | None, ...], list[ProcessRecord]] = {}
     # those of which only a launcher says something
     unknown: list[ProcessRecord] = []
     for record in records:
         if record.get("start") is None:
             unknown.append(record)
         else:
-            told.setdefault(identify_start(record), []).append(record)
-    alike = [job for some in told.values() for job in split_alike(some)]
+            by_start.setdefault(identify_start(record), []).append(record)
+    alike = [job for some in by_start.values() for job in split_alike(some)]
     alike.sort(key=find_begin)
     jobs: list[list[ProcessRecord]] = []
     for group in alike:
