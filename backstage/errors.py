@@ -283,9 +283,10 @@ def tell_launcher() -> None:
         with contextlib.suppress(OSError, ValueError):
             link = int(os.environ["PMI_FD"])
             os.write(link, b"cmd=finalize\n")
-            said = b""  # the end of a barrier, perhaps, and then its answer
-            while b"finalize_ack" not in said and (more := os.read(link, 99)):
-                said += more
+            answer = b""  # the end of a barrier, perhaps, and then its answer
+            while b"finalize_ack" not in answer and (
+                    more := os.read(link, 99)):
+                answer += more
 
 
 def find_pmix() -> ctypes.CDLL | None:

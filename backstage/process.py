@@ -112,8 +112,11 @@ def find_start(env: Mapping[str, str] = os.environ) -> dict[str, str]:
         launcher = "python" if alone else "Lightning"
     command = ["python", *sys.argv]
     with contextlib.suppress(psutil.Error):  # the system hides them
-        command = next((told for above in psutil.Process().parents()
-                        if sys.argv[0] in (told := above.cmdline())), command)
+        for above in psutil.Process().parents():
+            line = above.cmdline()
+            if sys.argv[0] in line:
+                command = line
+                break
     scheduler = next((f"{name} job {env[job]}" for name, job in
                       SCHEDULERS.items() if job in env), "no scheduler")
     return {"scheduler": scheduler, "launcher": launcher,
