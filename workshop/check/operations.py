@@ -191,7 +191,7 @@ class Memory:
 
 
 def main(script: str) -> None:
-    said: dict[str, Fault | str | None] = {}
+    results: dict[str, Fault | str | None] = {}
     name = "the script"
     try:
         names = runpy.run_path(script)
@@ -202,23 +202,23 @@ def main(script: str) -> None:
                                 f"{value.__name__}")
         memory = None  # needs Triton, which an unchanged script does not
         for name in make_inputs():
-            said[name] = None
+            results[name] = None
             if name not in names:
                 break
             memory = memory or Memory()
             found = compare(names[name], name)
             if not found and name in AUTOCAST:
                 found = compare(names[name], name, 2e-2, torch.bfloat16)
-            said[name] = ""
+            results[name] = ""
             if memory.wrong:
-                said[name] = memory.wrong
+                results[name] = memory.wrong
             elif found:
-                said[name] = found, [], False
-            if said[name]:
+                results[name] = found, [], False
+            if results[name]:
                 break
     except Exception as error:  # whatever a script may raise
-        said[name] = explain(error, script)
-    print("\n" + json.dumps(said))
+        results[name] = explain(error, script)
+    print("\n" + json.dumps(results))
 
 
 def explain(error: BaseException, script: str) -> Fault:

@@ -197,12 +197,12 @@ def definitions(run: StageRun, reference: StageRun) -> Finding | None:
           early=True)
 def uneven(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether all ranks end together if the samples do not divide evenly."""
-    said = (f"with a minibatch of {UNEVEN} samples, which 2 ranks with "
-            f"microbatches of {B} cannot share, ")
+    prefix = (f"with a minibatch of {UNEVEN} samples, which 2 ranks with "
+              f"microbatches of {B} cannot share, ")
     if any(map(run.count_steps, range(run.mesh.size))):
-        return fail(said + "it trains anyway", kind="uneven-minibatch")
+        return fail(prefix + "it trains anyway", kind="uneven-minibatch")
     if any(rank.status in (None, 0) for rank in run.ranks):
-        return fail(said + "not every rank ends with an error",
+        return fail(prefix + "not every rank ends with an error",
                     kind="uneven-minibatch")
     return None
 
