@@ -210,13 +210,13 @@ class Cluster:
         does not answer.
         """
         try:
-            said = subprocess.run(
+            output = subprocess.run(
                 [self.place.bin / "sinfo", "-h", "-N", "-o", "%N %T"],
                 text=True, env={**os.environ, **self.environment()},
                 check=True, capture_output=True, timeout=10).stdout
         except (OSError, subprocess.SubprocessError):
             return {}
-        pairs = (line.split() for line in said.splitlines())
+        pairs = (line.split() for line in output.splitlines())
         return {name: state for name, state in pairs}
 
     def last_error(self) -> str:

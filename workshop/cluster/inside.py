@@ -70,8 +70,8 @@ def call(*command: str | os.PathLike[str]) -> None:
     """
     end = subprocess.run(list(map(str, command)), text=True, check=False,
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    said = " ".join(end.stdout.split())
-    require(end.returncode == 0, f"{command[0]} failed: {said}")
+    output = " ".join(end.stdout.split())
+    require(end.returncode == 0, f"{command[0]} failed: {output}")
 
 
 def start_daemon(*command: str | os.PathLike[str]) -> None:

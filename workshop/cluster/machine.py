@@ -88,12 +88,12 @@ def find_programs() -> Programs:
             "Ubuntu; nothing is installed for you)")
     sbatch = find_sbatch()
     # a client would ask for a configuration
-    said = subprocess.run(
+    output = subprocess.run(
         ["slurmd", "-V"], text=True, check=False, capture_output=True,
         env={**os.environ, "PATH": search_path()}).stdout
-    version = re.search(r"(\d+)\.(\d+)", said)
+    version = re.search(r"(\d+)\.(\d+)", output)
     if not version:
-        raise UserError(f"slurmd -V prints no version: {said[:60]!r}")
+        raise UserError(f"slurmd -V prints no version: {output[:60]!r}")
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -130,9 +130,9 @@ def require_namespaces(is_root: bool) -> None:
         stdin=subprocess.DEVNULL, capture_output=True)
     if end.returncode == 0:
         return
-    said = (end.stderr.strip().splitlines() or ["no reason is given"])[0]
+    reason = (end.stderr.strip().splitlines() or ["no reason is given"])[0]
     require(end.returncode != 4, f"this kernel cannot connect the nodes "
-            f"({said}); fix: sudo modprobe -a bridge veth")
+            f"({reason}); fix: sudo modprobe -a bridge veth")
     for switch in SWITCHES:
         require(is_root or not switch.is_forbidding(), "this machine does not "
                 f"let you make namespaces; fix: sudo sysctl -w {switch.name}="
@@ -141,5 +141,5 @@ def require_namespaces(is_root: bool) -> None:
     advice = f"in a container, {CONTAINER}"
     if not is_root:
         advice = f"start it in a root shell (sudo -s); {advice}"
-    raise UserError(f"this machine allows no namespaces here ({said}); fix: "
+    raise UserError(f"this machine allows no namespaces here ({reason}); fix: "
                     f"{advice}")
