@@ -136,13 +136,13 @@ def tensors(shown: Sequence[Sequence[State]], width: float = 560,
     step = max(wide * max(longest, 1), 6.6 * titled) + 26
     pitch = 44 if any(came is not None for _, _, came, _ in states) else 30
     across = max(1, int((width - 54) // step))
-    out, top, told = [], 0, []
+    out, top, sentences = [], 0, []
     for begin in range(0, times, across):
         for k in range(begin, min(begin + across, times)):
             x = 54 + (k - begin) * step
             titles = [rank[k][0] for rank in shown if k < len(rank)]
             out.append(text(x, top + 14, html.escape(titles[0]), "bold"))
-            told.append(f"{titles[0]}:")
+            sentences.append(f"{titles[0]}:")
             for rank, mine in enumerate(shown):
                 _, numbers, came, source = (
                     mine[k] if k < len(mine) else ("", None, None, None))
@@ -153,16 +153,16 @@ def tensors(shown: Sequence[Sequence[State]], width: float = 560,
                     out.append(text(x + 4, y + 16, "-"))
                 for i, value in enumerate(numbers or ()):
                     out.append(value_box(x + i * wide, y, wide - 3, value))
-                told.append(f"rank {rank} holds "
-                            + (" ".join(map(number, numbers or ()))
-                               or "nothing") + ";")
+                sentences.append(f"rank {rank} holds "
+                                 + (" ".join(map(number, numbers or ()))
+                                    or "nothing") + ";")
                 if came is not None:
                     out += passed(x + came * wide, y, wide - 3, source,
                                   rank - 1 if rank else None, pitch)
-                    told.append(f"number {came} came from rank {source};")
+                    sentences.append(f"number {came} came from rank {source};")
         top += 24 + pitch * len(shown) + 14
     return svg(54 + min(across, times) * step, top, out,
-               f"What each of {len(shown)} ranks holds", " ".join(told))
+               f"What each of {len(shown)} ranks holds", " ".join(sentences))
 
 
 def passed(x: float, y: float, width: float, source: int | None,
@@ -246,19 +246,20 @@ def timeline(
                 text(width - 44, y, f"{last:.2f}{unit}")]
     busy = sum(end - begin for events in ranks
                for name, _, begin, end in events if name != "A")
-    told = [f"{len(ranks)} ranks, each in a row, in time from left to right. "
-            "F: forwards, B: backwards" + ", A: sent" * sends
-            + ", with the microbatch's number" * (not sends)
-            + ". On average a rank waits "
-            f"{1 - busy / len(ranks) / last:.0%} of the time."]
+    sentences = [
+        f"{len(ranks)} ranks, each in a row, in time from left to right. "
+        "F: forwards, B: backwards" + ", A: sent" * sends
+        + ", with the microbatch's number" * (not sends)
+        + ". On average a rank waits "
+        f"{1 - busy / len(ranks) / last:.0%} of the time."]
     for rank, events in enumerate(ranks):
         done, now = [], 0
         for name, number, begin, end in events:
             done += ["a wait"] * (begin - now > last / 100)
             done.append(f"{name}{number}")
             now = max(now, end)
-        told.append(f"Rank {rank}: {', '.join(done)}.")
-    return svg(width, y + 6, out, title, " ".join(told))
+        sentences.append(f"Rank {rank}: {', '.join(done)}.")
+    return svg(width, y + 6, out, title, " ".join(sentences))
 
 
 # ------------------------------------------------------ what a check has seen
@@ -296,7 +297,7 @@ def reads(
         out += [cell(x, 24, "", k % len(COLOURS)),
                 text(x + CELL + 2, 38, name)]
         x += CELL + 16 + 7 * len(name)
-    y, told, framed = 54, [], False
+    y, sentences, framed = 54, [], False
     for step, samples in enumerate(expected):
         out.append(text(0, y + 15, f"step {step}"))
         samples_read = [steps[step] if step < len(steps) else []
@@ -313,7 +314,7 @@ def reads(
         if others:
             framed = True
             out.append(text(left + most * CELL + 4, y + 15, f"+ {others}"))
-        told.append(f"step {step}: " + ", ".join(
+        sentences.append(f"step {step}: " + ", ".join(
             f"rank {rank} read {' '.join(map(str, numbers)) or 'nothing'}"
             for rank, numbers in enumerate(samples_read)) + ".")
         y += LINE
@@ -322,7 +323,7 @@ def reads(
         wraps = (f"after sample {last} the dataset begins again: it has "
                  f"{last + 1}")
         out.append(text(0, y + 12, wraps))
-        told.append(f"{wraps}.")
+        sentences.append(f"{wraps}.")
         x, y = max(x, 7 * len(wraps)), y + LINE
     if framed:
         legend = ("a frame: several ranks read it, or none; "
@@ -330,7 +331,7 @@ def reads(
         out.append(text(0, y + 12, legend))
         x, y = max(x, 7 * len(legend)), y + LINE
     return svg(max(left + most * CELL + 34, x), y, out,
-               "Which rank read which sample", " ".join(told))
+               "Which rank read which sample", " ".join(sentences))
 
 
 def last_sample(expected: Sequence[Sequence[int]]) -> int | None:

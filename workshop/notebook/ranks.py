@@ -79,22 +79,22 @@ def answer(cell: str, ranks: int, seconds: int, mpirun: bool = False) -> None:
             world_size=ranks, preload=PRELOAD,
             launcher=Mpirun(sleeping=False) if mpirun else Torchrun()
         ).wait(120, too_late(folder, ranks, seconds) if mpirun else None)
-        said = []
+        results = []
         for rank, process in enumerate(ended):
             for line in process.out.splitlines():
                 say(line=f"rank {rank}: {line}".rstrip())
             file = Path(folder, f"{rank}.json")
             if file.exists():
-                said.append(json.loads(file.read_text()))
+                results.append(json.loads(file.read_text()))
             else:
                 why = last_line(process.err, "killed")
                 waits = re.search(r'File "cell", line (\d+)', process.err)
                 if mpirun and waits:
                     why = f"it still waits in line {waits[1]}"
                 say(line=f"rank {rank}: did not finish: {why}")
-                said.append({"shown": [], "svg": None, "events": []})
-    say(shown=[one["shown"] for one in said], svg=said[0]["svg"],
-        events=[one["events"] for one in said])
+                results.append({"shown": [], "svg": None, "events": []})
+    say(shown=[one["shown"] for one in results], svg=results[0]["svg"],
+        events=[one["events"] for one in results])
 
 
 def too_late(folder: str, ranks: int, seconds: float) -> Callable[[], bool]:
@@ -135,14 +135,14 @@ def run_cell(cell: str, folder: str, seconds: str,
         dist.barrier()  # none ends before all are connected
         rank, world_size = dist.get_rank(), dist.get_world_size()
         messages = {"dist": dist}
-    said: dict[str, Any] = {"shown": [], "svg": None, "events": []}
+    result: dict[str, Any] = {"shown": [], "svg": None, "events": []}
 
     def show(value: Any, title: str = "", came: int | None = None,
              source: int | None = None) -> None:
         if isinstance(value, (list, tuple)):
             value = torch.cat([part.flatten() for part in value])
         numbers = None if value is None else value.flatten().tolist()
-        said["shown"].append([title, numbers, came, source])
+        result["shown"].append([title, numbers, came, source])
 
     def plot(xs: Any, ys: Any, xlabel: str, ylabel: str) -> None:
         from workshop.results.plot import themed
@@ -152,11 +152,11 @@ def run_cell(cell: str, folder: str, seconds: str,
             ax.loglog(xs, ys, "o-")
 
         if rank == 0:
-            said["svg"] = themed(curve)
+            result["svg"] = themed(curve)
 
     names = {"torch": torch, "time": time, "rank": rank, **messages,
              "world_size": world_size, "show": show, "plot": plot,
-             "timeline": said["events"].extend}
+             "timeline": result["events"].extend}
     failed, text = False, Path(cell).read_text("utf-8")
     # Triton asks for the source of a kernel
     linecache.cache["cell"] = (
@@ -172,7 +172,7 @@ def run_cell(cell: str, folder: str, seconds: str,
         reason = re.sub(r"^\[.*?\] ", "", str(error).strip()).splitlines()
         print(f"line {lines[-1]}: {type(error).__name__}: {reason[0]}"
               if reason else f"line {lines[-1]}: {type(error).__name__}")
-    Path(folder, f"{rank}.json").write_text(json.dumps(said))
+    Path(folder, f"{rank}.json").write_text(json.dumps(result))
     if not mpirun:
         dist.destroy_process_group()
     elif failed:  # the others would wait for this rank
