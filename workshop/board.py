@@ -67,7 +67,7 @@ class Board:
         self.last = ""
         self.right: bool | None = None
         self.is_old = False  # the script was changed since
-        self.said = ""  # the last line that is no event
+        self.last_output = ""  # the last line that is no event
 
     def read(self, line: str) -> None:
         """Process a line that the check prints, usually an event.
@@ -79,19 +79,20 @@ class Board:
         try:
             self.update(json.loads(line))
         except (ValueError, AttributeError):
-            self.said = line.strip() or self.said
+            self.last_output = line.strip() or self.last_output
             if line.startswith("warning: "):
-                self.update({"finding": ["warn", self.said[9:], ""]})
+                self.update({"finding": ["warn", self.last_output[9:], ""]})
             if line.startswith("error: ") and self.right is False:
-                self.update({"finding": ["warn", self.said[7:], ""]})
+                self.update({"finding": ["warn", self.last_output[7:], ""]})
 
     def end(self) -> None:
         """Note the end of the output: without a verdict, the check failed."""
         if self.right is None:
             self.update({"say": "The check did not finish."})
-            if self.said:
-                said = self.said.removeprefix("error: ")  # the label says it
-                self.update({"finding": ["FAIL", said, ""]})
+            if self.last_output:
+                # the label says it
+                text = self.last_output.removeprefix("error: ")
+                self.update({"finding": ["FAIL", text, ""]})
             self.right = False
 
     def update(self, event: Mapping[str, Any]) -> None:
@@ -160,11 +161,12 @@ class Board:
         out = [f'<div class="beside"><div>{"".join(out)}</div>{pictures}'
                "</div>"]
         for verdict, one, more in FOLDED:
-            said = self.diagnoses(verdict)
-            count = len(said or rows[verdict])
+            diagnoses = self.diagnoses(verdict)
+            count = len(diagnoses or rows[verdict])
             if count:
                 out.append(folded(
-                    one if count == 1 else more.format(count), "".join(said)
+                    one if count == 1 else more.format(count),
+                    "".join(diagnoses)
                     + (self.table(rows[verdict]) if rows[verdict] else "")))
         return "".join(out)
 

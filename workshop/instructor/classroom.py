@@ -106,12 +106,12 @@ def read_lines(text: str) -> Iterator[dict[str, Any]]:
     """The lines that are whole, and as `note` writes them."""
     for line in text.splitlines():
         with suppress(ValueError, RecursionError, TypeError, UserError):
-            said = json.loads(line)
-            require_like({"left": [], "right": True, "mistake": ""} | said, {
+            event = json.loads(line)
+            require_like({"left": [], "right": True, "mistake": ""} | event, {
                 "stage": Literal[LESSONS], "time": float, "left": list,
                 "right": bool, "mistake": str})
-            if 0 <= said["time"] < 1e11:  # false for nan
-                yield said
+            if 0 <= event["time"] < 1e11:  # false for nan
+                yield event
 
 
 def summarise(lines: list[dict[str, Any]]) -> Person:
@@ -181,11 +181,11 @@ def count_jobs() -> str:
     if not shutil.which("squeue"):
         return ""
     try:
-        said = subprocess.run(["squeue", "-h", "-o", "%T %j"], text=True,
-                              capture_output=True, check=True, timeout=EVERY)
+        queue = subprocess.run(["squeue", "-h", "-o", "%T %j"], text=True,
+                               capture_output=True, check=True, timeout=EVERY)
     except (OSError, subprocess.SubprocessError):
         return ""
-    jobs = (line.partition(" ") for line in said.stdout.splitlines())
+    jobs = (line.partition(" ") for line in queue.stdout.splitlines())
     names = batch_files()
     states = Counter(state for state, _, name in jobs if name in names)
     return (f"Jobs: {states['PENDING']} waiting in the queue, "

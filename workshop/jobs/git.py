@@ -33,8 +33,8 @@ def run(*arguments: StrPath,
     except FileNotFoundError as error:
         raise UserError("git is not installed; fix: load your site's module, "
                         "or install it") from error
-    said = git.stderr or git.stdout or b"no message"
-    reason = " ".join(os.fsdecode(said).split())
+    output = git.stderr or git.stdout or b"no message"
+    reason = " ".join(os.fsdecode(output).split())
     require(not git.returncode, f"git {arguments[0]}: {reason}; fix: {fix}")
     return os.fsdecode(git.stdout).strip("\n")
 

@@ -22,8 +22,8 @@ PACKAGES = ("torch", "numpy", "tiktoken", "tyro", "matplotlib")
 def archive() -> str:
     """The archive from which this Python's environment was unpacked, or ""."""
     marker = Path(sys.prefix, "workshop-base")
-    said = marker.read_text() if marker.exists() else ""
-    return next(iter(re.findall("^archive=(.*)$", said, re.M)), "")
+    text = marker.read_text() if marker.exists() else ""
+    return next(iter(re.findall("^archive=(.*)$", text, re.M)), "")
 
 
 def variables() -> dict[str, str]:

@@ -80,8 +80,9 @@ class Mpirun(Torchrun):
         """Complain if mpirun has ended before it had started the ranks."""
         for mpirun in self.processes:
             if mpirun.poll() not in (None, 0):
-                said = (self.folder / "mpirun.txt").read_text(errors="replace")
-                lines = [line for line in said.splitlines()
+                file = self.folder / "mpirun.txt"
+                output = file.read_text(errors="replace")
+                lines = [line for line in output.splitlines()
                          if line.strip("- ")]
                 require(self.all_met(), "mpirun does not start: "
                         + " ".join([*lines, "no message"][:3]))
