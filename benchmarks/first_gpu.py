@@ -137,22 +137,24 @@ class Bench:
                 "--preset", size, *rest]
 
     def command(self, item, run):
-        """(How many ranks, the words of an item's command)."""
+        """(How many ranks, the arguments of an item's command)."""
         pipeline, data, tensor = item.mesh or (1, self.count or 1, 1)
         ranks, stage = pipeline * data * tensor, STAGES.get(item.script)
-        words = [SIDE, stage.solution if stage else item.script]
+        arguments = [SIDE, stage.solution if stage else item.script]
         if stage or item.script == "nanogpt":
-            words += ["--run-dir", run]
-            words += [] if "--resume" in item.flags else self.model(item.size)
-            words += ["--pipeline-parallel", pipeline] * (pipeline > 1)
-            words += ["--tensor-parallel", tensor] * (tensor > 1)
-        words += [str(flag).format(output=self.output) for flag in item.flags]
+            arguments += ["--run-dir", run]
+            if "--resume" not in item.flags:
+                arguments += self.model(item.size)
+            arguments += ["--pipeline-parallel", pipeline] * (pipeline > 1)
+            arguments += ["--tensor-parallel", tensor] * (tensor > 1)
+        arguments += [str(flag).format(output=self.output)
+                      for flag in item.flags]
         if ranks == 1:
-            return ranks, [sys.executable, *words]
+            return ranks, [sys.executable, *arguments]
         if stage and stage.launcher == "mpirun":
-            return ranks, ["mpirun", "-n", ranks, sys.executable, *words]
+            return ranks, ["mpirun", "-n", ranks, sys.executable, *arguments]
         return ranks, [sys.executable, "-m", "torch.distributed.run",
-                       "--standalone", "--nproc-per-node", ranks, *words]
+                       "--standalone", "--nproc-per-node", ranks, *arguments]
 
     def start(self, name, item, run=None):
         """Run an item's command: what it needed, a dictionary.

@@ -288,9 +288,9 @@ def print_curves(curves: Sequence[Curve]) -> None:
           "|---|---:|---:|---:|---:|")
     for curve in curves:
         reached = curve.steps_to(TARGET)
-        words = "-" if reached is None else f"{reached:,.0f}"
+        steps = "-" if reached is None else f"{reached:,.0f}"
         print(f"| {curve.name} | {curve.seed} | {curve.steps[-1]:,} "
-              f"| {curve.bits[-1]:.3f} | {words} |")
+              f"| {curve.bits[-1]:.3f} | {steps} |")
 
 
 def main() -> None:

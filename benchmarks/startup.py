@@ -74,10 +74,10 @@ def measure(tree: Path, name: str) -> Cost:
     env["PYTHONPATH"] = f"{tree}:{tree / 'rankcheck' / 'src'}"
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "ten_lines.py").write_text(TEN_LINES)
-        words = [word.format(folder=folder) for word in COMMANDS[name]]
+        arguments = [word.format(folder=folder) for word in COMMANDS[name]]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         begin = time.perf_counter()
-        done = subprocess.run([sys.executable, *words], cwd=tree, env=env,
+        done = subprocess.run([sys.executable, *arguments], cwd=tree, env=env,
                               capture_output=True, text=True)
         clock = time.perf_counter() - begin
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
