@@ -340,9 +340,9 @@ def script_map():
                     0.5 if name in changed else 0.12)
                 for i, name in enumerate(names)]
         told.append(f"{head}: {', '.join(names)}")
-    for k, words in enumerate(("DDP changes lines in it", "it stays")):
+    for k, meaning in enumerate(("DDP changes lines in it", "it stays")):
         out += [box(190 * k, 240, 20, 20, (ORANGE, GREY)[k],
-                    opacity=(0.5, 0.12)[k]), text(190 * k + 26, 255, words)]
+                    opacity=(0.5, 0.12)[k]), text(190 * k + 26, 255, meaning)]
     return svg(160 * len(heads) - 10, 264, out, "The script's map",
                f"Its sections, in their order. {'; '.join(told)}. DDP "
                f"changes {', '.join(changed)}.")
@@ -359,12 +359,12 @@ def observations():
                        .read_text("utf-8"), re.M)[0].split("|")[1:-1]
     out, told = [], []
     for k, part in enumerate(logged[:len(about)]):
-        words = re.sub(r"(dt|tok/s):.*", r"\1: ...", " ".join(part.split()))
-        out += [box(108 * k, 0, 104, 28, BLUE if k < 4 else ORANGE, words),
+        shown = re.sub(r"(dt|tok/s):.*", r"\1: ...", " ".join(part.split()))
+        out += [box(108 * k, 0, 104, 28, BLUE if k < 4 else ORANGE, shown),
                 arrow(108 * k + 52, 30, 46),
                 *(middle(108 * k + 52, 60 + 15 * i, about[k][i])
                   for i in range(2))]
-        told.append(f"{words}: {' '.join(about[k])}")
+        told.append(f"{shown}: {' '.join(about[k])}")
     return svg(108 * len(told) - 4, 84, out, "What to see in the log",
                f"{'; '.join(told)}.")
 

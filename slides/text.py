@@ -218,10 +218,10 @@ def count(stage):
 def changes(stage, *groups):
     """A table of a lesson's changes, in groups.
 
-    groups: (what they are about, words of the title of the first of them).
+    groups: (what they are about, part of the title of the first of them).
     """
     titles = [change.title for change in load_lesson(stage).changes]
-    begins = [number(stage, words) for _, words in groups]
+    begins = [number(stage, part) for _, part in groups]
     require(begins[0] == 1, f"lesson {stage}: change 1 is in no group")
     rows = ["| about | changes |", "|---|---|"]
     for (name, _), begin, end in zip(
@@ -231,42 +231,42 @@ def changes(stage, *groups):
     return "\n".join(rows)
 
 
-def number(stage, words):
-    """The number of the change whose title has these words."""
+def number(stage, part):
+    """The number of the change whose title has this part."""
     found = [k for k, change in enumerate(load_lesson(stage).changes, 1)
-             if words == change.title] or [
+             if part == change.title] or [
         k for k, change in enumerate(load_lesson(stage).changes, 1)
-        if words in change.title]
-    require(len(found) == 1, f"lesson {stage}: {words!r} is in the titles "
+        if part in change.title]
+    require(len(found) == 1, f"lesson {stage}: {part!r} is in the titles "
             f"of {len(found)} changes, not of one")
     return found[0]
 
 
-def find(stage, words):
-    """The change whose title has these words."""
-    return load_lesson(stage).changes[number(stage, words) - 1]
+def find(stage, part):
+    """The change whose title has this part."""
+    return load_lesson(stage).changes[number(stage, part) - 1]
 
 
-def title(stage, words):
+def title(stage, part):
     """A change's number and title."""
-    return f"{number(stage, words)}. {find(stage, words).title}"
+    return f"{number(stage, part)}. {find(stage, part).title}"
 
 
-def predict(stage, words):
+def predict(stage, part):
     """The question to answer before a change is made."""
-    question = find(stage, words).predict
-    require(question, f"lesson {stage}: {words!r} asks nothing")
+    question = find(stage, part).predict
+    require(question, f"lesson {stage}: {part!r} asks nothing")
     return question
 
 
-def answer(stage, words):
+def answer(stage, part):
     """The answer to that question."""
-    return find(stage, words).answer
+    return find(stage, part).answer
 
 
-def diff(stage, words):
-    """The change whose title has these words, as a block of a diff."""
-    return diff_of(stage, number(stage, words))
+def diff(stage, part):
+    """The change whose title has this part, as a block of a diff."""
+    return diff_of(stage, number(stage, part))
 
 
 def diff_of(stage, chosen):
@@ -341,13 +341,13 @@ def from_readme(heading, folder="."):
     return re.sub(r"\[(\w+)\]\([^)]+\)", r"`\1`", found[0].strip())
 
 
-def hunk(stage, words):
-    """The part with these words of what `diff -U1` says of a lesson."""
+def hunk(stage, wanted):
+    """The part with this text of what `diff -U1` says of a lesson."""
     old, new = (STAGES[name].solution.read_text("utf-8").splitlines()
                 for name in (STAGES[stage].after, stage))
     text = "\n".join(unified_diff(old, new, n=1, lineterm=""))
     return next("@@" + part.rstrip() for part in text.split("\n@@")
-                if words in part)
+                if wanted in part)
 
 
 def find_lines(path, begin, end):
@@ -426,15 +426,15 @@ def kept(lesson, begin):
         text.split("\n\n")[0].strip())
 
 
-def key_lines(stage, *words):
-    """The lines of a stage's script with these words, with their numbers.
+def key_lines(stage, *parts):
+    """The lines of a stage's script with these parts, with their numbers.
 
     A `UserError` if it is not one, or if it is in the stage before, too.
     """
     before, rows = (STAGES[name].solution.read_text("utf-8") if name else ""
                     for name in (STAGES[stage].after, stage))
     out = []
-    for part in words:
+    for part in parts:
         found = [f"{number:>3}  {row.strip()}" for number, row in
                  enumerate(rows.splitlines(), 1)
                  if part in row and row not in before]
@@ -460,12 +460,12 @@ class Exercise:
     answer: str  # Markdown
 
 
-def exercise(lesson: str, words: str) -> Exercise:
-    """Return the first exercise of a lesson after these words."""
-    _, found, text = "\n\n".join(cells(lesson)).partition(words)
-    require(found, f"lesson {lesson}: there is no {words!r}")
+def exercise(lesson: str, begin: str) -> Exercise:
+    """Return the first exercise of a lesson behind this text."""
+    _, found, text = "\n\n".join(cells(lesson)).partition(begin)
+    require(found, f"lesson {lesson}: there is no {begin!r}")
     before, found, text = text.partition("<details><summary>Answer</summary>")
-    require(found, f"lesson {lesson}: no answer after {words!r}")
+    require(found, f"lesson {lesson}: no answer after {begin!r}")
     answer = text.partition("</details>")[0].strip()
     block = re.search(r"```diff\n.*?```", before, re.S)
     diff = block[0] if block else ""
@@ -568,8 +568,8 @@ def write(name, minutes=LENGTHS[-1], settings=None):
         f"{value / 1e9:,.{digits}f} GB")
     template.filters["power"] = power_of_ten
     template.filters["percent"] = lambda value: f"{value:.0%}"
-    template.filters["code"] = lambda words: re.sub(
-        r"(--[\w-]+)", r"`\1`", words)
+    template.filters["code"] = lambda text: re.sub(
+        r"(--[\w-]+)", r"`\1`", text)
     text = template.get_template(f"{name}.md").render(
         **facts(), title=DECKS[name].format(minutes), minutes=minutes,
         clock=clock, rows=[row for row in clock.plan.values()
@@ -599,10 +599,10 @@ def power_of_ten(value):
 def image(name):
     """A figure as an image of Markdown, with what it shows in words."""
     heading, about = figures.describe(figures.draw(name))
-    words = f"{heading}. {about}".replace("\n", " ")
-    words = words.replace("[", "(").replace("]", ")")
+    caption = f"{heading}. {about}".replace("\n", " ")
+    caption = caption.replace("[", "(").replace("]", ")")
     folder = "svg" if name in figures.FIGURES else "source/figures"
-    return f"![{words}]({folder}/{name}.svg)"
+    return f"![{caption}]({folder}/{name}.svg)"
 
 
 def pages(markdown):
