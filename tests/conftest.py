@@ -119,19 +119,19 @@ def calls(cell):
     return re.sub("^from lesson import .*\n", "", cell.source, flags=re.M)
 
 
-def workshop(repo, *words, status=0, **variables):
-    """What `python -m workshop words...` prints there."""
-    end = python(repo, "-m", "workshop", *words, **variables)
+def workshop(repo, *arguments, status=0, **variables):
+    """What `python -m workshop arguments...` prints there."""
+    end = python(repo, "-m", "workshop", *arguments, **variables)
     assert end.returncode == status, end.stdout + end.stderr
     if status:  # one line
         assert re.fullmatch(r"error: [^\n]+\n", end.stderr), end.stderr
     return end.stdout + end.stderr
 
 
-def git(folder, *words, **variables):
+def git(folder, *arguments, **variables):
     """Return what git prints in a folder, for any user."""
     who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-    return subprocess.run(["git", *who, *words], cwd=folder, check=True,
+    return subprocess.run(["git", *who, *arguments], cwd=folder, check=True,
                           env=os.environ | variables, capture_output=True,
                           text=True).stdout
 
@@ -144,8 +144,8 @@ def tracked(*patterns):
 
 def commit_all(folder):
     """Make a repository of a folder, with all that is in it."""
-    for words in ("init -q", "add -A", "commit -qm all"):
-        git(folder, *words.split())
+    for arguments in ("init -q", "add -A", "commit -qm all"):
+        git(folder, *arguments.split())
 
 
 @pytest.fixture(scope="session")
@@ -172,9 +172,9 @@ def parsed(data, monkeypatch):
 
     from backstage import flags
 
-    def parsed(*words, script=ddp):
+    def parsed(*arguments, script=ddp):
         monkeypatch.setattr(sys, "argv", [
-            "x", *map(str, ("--data", data, *words))])
+            "x", *map(str, ("--data", data, *arguments))])
         hp, _ = flags.parse(
             script.Hyperparameters, script.PRESETS, script.MODELS)
         return hp

@@ -103,19 +103,20 @@ def environment(repo, **changes):
     return env | changes
 
 
-def command(repo, then="", before="", shell="bash", words=""):
-    """What sources activate.sh with these words, as a command."""
+def command(repo, then="", before="", shell="bash", arguments=""):
+    """What sources activate.sh with these arguments, as a command."""
     return [*SHELLS[shell], "-c", f"{before}\n"
-            f"source {shlex.quote(str(repo / 'activate.sh'))} {words}\n"
+            f"source {shlex.quote(str(repo / 'activate.sh'))} {arguments}\n"
             f"echo status=$?\n{then}"]
 
 
-def killed(words, moment, env, number=signal.SIGKILL):
+def killed(arguments, moment, env, number=signal.SIGKILL):
     """Start a shell, and send this signal to all that runs at a moment."""
     shell = subprocess.Popen(
-        words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, start_new_session=True, preexec_fn=partial(
-            signal.signal, signal.SIGINT, signal.SIG_DFL))
+        arguments, env=env, stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL))
     try:
         while not moment():
             assert shell.poll() is None
@@ -125,14 +126,14 @@ def killed(words, moment, env, number=signal.SIGKILL):
         shell.wait()
 
 
-def source(repo, then="", before="", shell="bash", words="", **changes):
+def source(repo, then="", before="", shell="bash", arguments="", **changes):
     """Source activate.sh from elsewhere; what it printed, and its errors.
 
     The shell has to survive, and says `status=…`.
     """
     needs(shell)
     ran = subprocess.run(
-        command(repo, then, before, shell, words), cwd=repo.parent,
+        command(repo, then, before, shell, arguments), cwd=repo.parent,
         env=environment(repo, **changes), stdin=subprocess.DEVNULL,
         capture_output=True, text=True)
     assert "status=" in ran.stdout, ran
@@ -187,12 +188,12 @@ def mount():
     """Mount file systems for a test, if this user may."""
     places = []
 
-    def call(*words):
+    def call(*arguments):
         needs("mount")
-        if subprocess.run(["mount", *words], capture_output=True,
+        if subprocess.run(["mount", *arguments], capture_output=True,
                           check=False).returncode:
             pytest.skip("this user cannot mount")
-        places.append(words[-1])
+        places.append(arguments[-1])
     yield call
     for place in reversed(places):
         subprocess.run(["umount", "-l", place], check=False)

@@ -49,13 +49,13 @@ JOBS = read_said()
 
 
 @pytest.mark.parametrize(
-    ("job", "fault", "blamed", "words"),
-    [(job, said.fault, said.blamed, said.words) for job, said in JOBS.items()])
-def test_what_is_said_of_a_job(job, fault, blamed, words):
+    ("job", "fault", "blamed", "part"),
+    [(job, said.fault, said.blamed, said.part) for job, said in JOBS.items()])
+def test_what_is_said_of_a_job(job, fault, blamed, part):
     """From the records that its ranks wrote; see evidence.py."""
     ranks = read_ranks(job)
     found = judge(ranks, lambda: ranks)
-    Said(fault, blamed, words).check(found)
+    Said(fault, blamed, part).check(found)
     assert found.verdict == ("FAIL" if fault else "ok")
 
 

@@ -376,19 +376,19 @@ def test_the_tests_packages_come_with_a_word(set_up, tmp_path, shell):
     (repo / "fineweb/requirements.txt").write_text("three\n")
     hint = "For pytest: source activate.sh tests\n"
     assert hint in works(repo, shell=shell) and not imports(venv, "five")
-    out = works(repo, 'echo "left: $*"', words="tests fineweb", shell=shell,
-                before="set -- of the shell")
+    out = works(repo, 'echo "left: $*"', arguments="tests fineweb",
+                shell=shell, before="set -- of the shell")
     assert "those of tests fineweb" in out and hint not in out, out
     assert out.endswith("left: of the shell\n"), out
     assert imports(venv, "one", "two", "three", "five")
-    for words in "", "tests", "fineweb tests":
-        out = works(repo, words=words, shell=shell, **NO_NETWORK)
+    for arguments in "", "tests", "fineweb tests":
+        out = works(repo, arguments=arguments, shell=shell, **NO_NETWORK)
         assert "installing" not in out and hint not in out, out
     (repo / "tests/requirements.txt").write_text("five\nsix\n")
     out = works(repo, **NO_NETWORK)
     assert "installing" not in out and hint in out, out
     needing(repo, "one<2")  # nothing to do, but for the tests
-    assert "installing" in works(repo, words="tests")
+    assert "installing" in works(repo, arguments="tests")
     assert imports(venv, "six")
 
 
@@ -396,7 +396,7 @@ def test_a_new_environment_with_parts(tmp_path):
     """Also of pyproject.toml; an interrupted one keeps them."""
     repo = tiny_clone(tmp_path)
     venv = repo / ".venv"
-    killed(command(repo, words="tests deepspeed"),
+    killed(command(repo, arguments="tests deepspeed"),
            lambda: list(venv.glob(".workshop-[0-9]*/*")), environment(repo))
     assert "those of tests deepspeed" in works(repo, PACKAGES)
     assert imports(venv, "one", "two", "five", "six")
@@ -406,17 +406,17 @@ def test_a_new_environment_with_parts(tmp_path):
 def test_words_that_are_not_for_it(set_up, tmp_path):
     """Those of a script that sources it, and of a job; a wrong one is named.
 
-    Such a script's are all that it sees, if it is sourced without words.
+    Such a script's are all that it sees, if it is sourced without arguments.
     """
     repo, venv = set_up(tmp_path)
     (repo / "fineweb/requirements.txt").write_text("three\n")
     for before in "set -- --preset tiny tests", "set -- tests else":
         assert "installing" not in works(repo, PACKAGES, before=before)
-    works(repo, words="tests", WORKSHOP_INSTALL="no")
+    works(repo, arguments="tests", WORKSHOP_INSTALL="no")
     assert not imports(venv, "five")
     (repo / "site.sh").write_text('echo "site.sh: $#"; set -- tests\n')
     for shell in SHELLS:
-        out = works(repo, 'echo "left: $*"', words="fineweb", shell=shell,
+        out = works(repo, 'echo "left: $*"', arguments="fineweb", shell=shell,
                     before="set -u -- the shells")
         assert "site.sh: 0\n" in out and out.endswith("left: the shells\n")
     assert imports(venv, "three") and not imports(venv, "five")
@@ -440,15 +440,15 @@ def make_former(venv):
 def test_a_former_environment_is_used_while_it_fits(set_up, tmp_path, shared):
     """Without an installation and without a word, also for the tests."""
     repo, venv = set_up(tmp_path, shared=shared)
-    works(repo, words="tests", **YES)
+    works(repo, arguments="tests", **YES)
     make_former(venv)
     before = (venv / "workshop-base").read_text()
     other = tiny_clone(tmp_path / "other")
     if shared:
         named(other, venv)
     for clone in {repo, other if shared else repo}:
-        for words in "", "tests":
-            out = works(clone, PACKAGES, words=words, **NO_NETWORK)
+        for arguments in "", "tests":
+            out = works(clone, PACKAGES, arguments=arguments, **NO_NETWORK)
             assert out.count("\n") == 4, out  # its two lines, and ours
     works(repo, WORKSHOP_INSTALL="no")
     assert (venv / "workshop-base").read_text() == before
@@ -480,12 +480,12 @@ def test_parts_of_a_shared_environment(set_up, tmp_path):
     for repo in maker, other:
         out = works(repo)
         assert f"the owner of {venv} runs: {advice}\n" in out, out
-        out = works(repo, words="tests")
+        out = works(repo, arguments="tests")
         assert f"ask its owner to run `{advice}`\n" in out, out
         assert out.count("pytest") == 0 and not imports(venv, "five")
-    assert "installing" in works(maker, words="tests", **YES)
+    assert "installing" in works(maker, arguments="tests", **YES)
     for repo in maker, other:
-        assert "source activate.sh" not in works(repo, words="tests")
+        assert "source activate.sh" not in works(repo, arguments="tests")
     assert imports(venv, "five")
 
 
@@ -749,7 +749,7 @@ def test_an_environment_made_by_hand_is_left_alone(tmp_path):
     (site / "packages.pth").write_text(sysconfig.get_path("purelib"))
     named(repo, venv)
     made = set(venv.iterdir())
-    out, err = source(repo, words="tests deepspeed")
+    out, err = source(repo, arguments="tests deepspeed")
     assert "did not make" in out and not err, out + err
     out, err = source(repo, "echo $TIKTOKEN_CACHE_DIR")
     assert "For pytest: pip install -r tests/requirements.txt\n" in out
@@ -794,7 +794,8 @@ def test_a_clone_that_moves_and_the_sites_own_pytorch(set_up, tmp_path):
     marker = venv / "workshop-base"  # another Python
     marker.write_text(re.sub("(?m)^base=.*", "base=3 9", marker.read_text()))
     refused(source(repo, WORKSHOP_INSTALL="no"), "not up to date")
-    out, err = source(repo, words="tests deepspeed", PYTHONPATH=str(module))
+    out, err = source(repo, arguments="tests deepspeed",
+                      PYTHONPATH=str(module))
     assert "status=0" in out and imports(venv, "five", "six"), out + err
     stays(venv)
 

@@ -31,7 +31,7 @@ PATIENCE = 30  # seconds in which killed processes have to be gone
 
 
 def all_processes() -> Iterator[tuple[int, list[str], list[str]]]:
-    """The number, words and variables of each that this user may look at."""
+    """The number, command and variables of each that this user may look at."""
     for pid in proc.list_processes():
         variables = proc.read_variables(pid)
         if variables is not None:  # else it has ended, or is another's

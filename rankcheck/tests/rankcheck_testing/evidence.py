@@ -41,18 +41,18 @@ class Said:
     Attributes:
         fault: "" for a sound job.
         blamed: the ranks, as in "1, 2".
-        words: a part of the answer.
+        part: of the answer.
     """
 
     fault: str
     blamed: str
-    words: str
+    part: str
 
     def check(self, found: Finding) -> None:
         """Fail if that is not the answer."""
         blamed = ", ".join(str(rank.rank) for rank in found.ranks)
         assert (found.kind, blamed) == (self.fault, self.blamed), found.text
-        assert self.words in found.text
+        assert self.part in found.text
 
 
 def read_said() -> dict[str, Said]:
@@ -93,17 +93,17 @@ class WatchedEnd:
     records: list[dict[str, Any]]
 
 
-def run_watched(folder: Path, text: str, *words: str, path: str = SOURCE_PATH,
-                **variables: str) -> WatchedEnd:
+def run_watched(folder: Path, text: str, *arguments: str,
+                path: str = SOURCE_PATH, **variables: str) -> WatchedEnd:
     """Run this text as a rank, with the hook.
 
     Args:
-        words: of Python, before the script.
+        arguments: of Python, before the script.
         path: where it finds packages, besides the hook.
     """
     script = program(folder / "script.py", text)
     own = {"RANKCHECK_WHY": "why", "PYTHONPATH": f"{HOOK}:{path}"}
-    end = python(folder, *words, script, **(own | variables))
+    end = python(folder, *arguments, script, **(own | variables))
     return WatchedEnd(end.returncode, [
         json.loads(file.read_text())
         for file in (folder / "why").glob("*.json")])

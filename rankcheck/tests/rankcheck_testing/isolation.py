@@ -197,7 +197,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         left = list(find_left_behind())
     for process in left:
         print(f"\nleft behind by a test: process {process.pid}, "
-              f"{' '.join(process.words)}")
+              f"{' '.join(process.command)}")
         os.kill(process.pid, signal.SIGKILL)
     if left and not session.exitstatus:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -215,15 +215,15 @@ class LeftBehind:
     """A process that tests have started, and that still runs."""
 
     pid: int
-    words: list[str]
+    command: list[str]
 
 
 def find_left_behind() -> Iterator[LeftBehind]:
     """Yield the processes that tests have started."""
     mark = f"{OWNER}={os.getpid()}"
-    for pid, words, variables in cleanup.all_processes():
-        if mark in variables and any(words) and pid != os.getpid():
-            yield LeftBehind(pid, words)
+    for pid, command, variables in cleanup.all_processes():
+        if mark in variables and any(command) and pid != os.getpid():
+            yield LeftBehind(pid, command)
 
 
 @pytest.fixture

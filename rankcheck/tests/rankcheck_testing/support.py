@@ -53,7 +53,7 @@ def program(path: Path, text: str) -> Path:
     return path
 
 
-def python(folder: Path, *words: object, **variables: str
+def python(folder: Path, *arguments: object, **variables: str
            ) -> subprocess.CompletedProcess[str]:
     """Return a Python that has ended in this folder.
 
@@ -62,7 +62,7 @@ def python(folder: Path, *words: object, **variables: str
     """
     env = {key: value for key, value in os.environ.items()
            if key != "PYTHONPATH"}
-    return subprocess.run([sys.executable, *map(str, words)], cwd=folder,
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=folder,
                           env=env | variables, capture_output=True, text=True,
                           check=False)
 

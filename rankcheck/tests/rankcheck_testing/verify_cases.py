@@ -142,8 +142,8 @@ def problem(case: Planted, found: Outcome) -> str:
         return f"status {report.status}"
     if case.right and (false := false_warnings(case, report)):
         return f"a false warning: {false[0]}"
-    missing = [words for words in case.says if not (
-        words.startswith(PERHAPS) or is_said(words, found))]
+    missing = [text for text in case.says if not (
+        text.startswith(PERHAPS) or is_said(text, found))]
     if missing:
         return f"not found: {missing[0]}"
     if case.right:
@@ -151,11 +151,11 @@ def problem(case: Planted, found: Outcome) -> str:
     return ""
 
 
-def is_said(words: str, found: Outcome) -> bool:
+def is_said(text: str, found: Outcome) -> bool:
     """Return whether there is such a finding, or such a text."""
-    expected = read_expected(words)
+    expected = read_expected(text)
     if expected is None:
-        return words in found.out
+        return text in found.out
     return expected.is_in(found.report.findings)
 
 
@@ -172,8 +172,8 @@ def find_mistake(case: Planted, found: Outcome) -> str:
 def false_warnings(case: Planted, report: Report) -> list[str]:
     """Return the warnings about a right script that it does not list."""
     listed: list[Expected] = []
-    for words in case.says:
-        expected = read_expected(words.removeprefix(PERHAPS))
+    for text in case.says:
+        expected = read_expected(text.removeprefix(PERHAPS))
         if expected is not None:
             listed.append(expected)
     return [finding.text for finding in report.warnings
