@@ -14,8 +14,8 @@ from rankcheck.system.errors import NotCompared
 
 STOOD_IN = ("check whether this happens on GPUs as well: they were simulated "
             "on the CPU, as the script does not run without them")
-AGAIN = ("use {run} in a flag, which is a new name for each of verify's runs: "
-         "--run-dir /tmp/run-{run}")
+AGAIN = ("put {run} in the path, which verify replaces with a new name in "
+         "each of its runs: --run-dir /tmp/run-{run}")
 FIXES = (  # words of the error with which the script has ended
     ("finished reduction in the prior iteration", "remove parameters that "
      "get no gradient, for which DDP waits, or set "
@@ -188,7 +188,7 @@ def how_it_ends(run: RunRecord, prefix: str = "") -> Finding | None:
         return finding
     if all(record and record.steps for record in run.records):
         return None
-    text = f"{prefix}no PyTorch optimizer makes a step"
+    text = f"{prefix}no PyTorch optimizer takes a step"
     lines = [line for line in run.ranks[0].out.splitlines() if line.strip()]
     if lines:
         text += f'; last line of output: "{lines[-1][:200]}"'

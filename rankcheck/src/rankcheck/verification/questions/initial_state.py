@@ -52,11 +52,11 @@ def leftovers(case: Comparison) -> list[Finding]:
     if not reused:
         return []
     names = ", ".join(sorted({Path(path).name for path in reused})[:3])
-    return [fail(f"the run starts from {names}, which verify's previous "
-                 "run saved", AGAIN, kind="reused-files")]
+    return [fail(f"this run loads {names}, which an earlier run of verify "
+                 "saved", AGAIN, kind="reused-files")]
 
 
-@question("weights and losses are finite, and gradients not all 0")
+@question("weights and losses are finite, and gradients are not all 0")
 def numbers(case: Comparison) -> list[Finding]:
     """Answer whether weights and losses are finite, and a gradient is not 0.
     """
@@ -270,8 +270,8 @@ def other_start(case: Comparison, records: StepRecords) -> Finding:
     again, ended = case.runs("repeated")
     if ended:
         return warn("initial weights differ from the single-process run; "
-                    "whether that has a fixed seed is unknown: started again, "
-                    f"{ended.text}",
+                    "whether that run is seeded could not be tested: when it "
+                    f"was started again, {ended.text}",
                     ended.fix_text, learned=learned,
                     kind="initial-weights-not-compared")
     repeated = put_together(again.record_of(0).steps[:1], "before")

@@ -136,7 +136,7 @@ def own_device(case: Comparison) -> list[Finding]:
             continue
         other = taken.setdefault(numbers[0], rank)
         if other != rank:
-            return [fail(f"ranks {other} and {rank} use the same GPU, number "
+            return [fail(f"ranks {other} and {rank} both use GPU "
                          f"{numbers[0]}", "select it by LOCAL_RANK: "
                          "torch.cuda.set_device(local_rank)",
                          ranks=[other, rank], numbers={"gpu": numbers[0]},
@@ -174,7 +174,7 @@ def as_two_nodes(case: Comparison) -> Iterator[Finding]:
     if ended:
         if not ended.fix_text:
             ended.fix = [
-                "check what depends on the node, as it runs on one: "
+                "check what depends on the node: on one node it runs; "
                 f"{RANKS}"]
         ended.learned = {"nodes": ""}
         yield ended
@@ -220,14 +220,14 @@ def samples(both: TwoNodes) -> list[Finding]:
         if twice / len(two) > twice_before / len(one) + CHANCE:
             return [fail(
                 f"on two nodes, in step {step}, {twice} of {len(two)} samples "
-                f"are read by several ranks (on one node {twice_before})",
+                f"are read by several ranks (on one node: {twice_before})",
                 f"divide the data by global numbers: {RANKS}", numbers={
                     "shared": twice, "samples": len(two)},
                 kind="nodes-shared-samples")]
         if abs(len(two) / len(one) - 1) > OTHER_SIZE:
             return [warn(
-                f"on two nodes the global batch size is {len(two)}, on one "
-                f"node {len(one)}", "derive the batch size and the "
+                f"on two nodes the global batch size is {len(two)}, but on "
+                f"one node {len(one)}", "derive the batch size and the "
                 f"accumulation from WORLD_SIZE, not LOCAL_WORLD_SIZE: {RANKS}",
                 numbers={"samples": len(two), "single": len(one)},
                 kind="nodes-batch-size")]
@@ -288,17 +288,18 @@ def optimizer_settings(both: TwoNodes) -> list[Finding]:
             if rates and good_rates and not are_close(rates[0], good_rates[0]):
                 return [warn(
                     f"on two nodes the learning rate is {rates[0]:.3g} in "
-                    f"step {step}, on one node {good_rates[0]:.3g}", "check "
-                    f"whether it depends on LOCAL_WORLD_SIZE: {RANKS}",
+                    f"step {step}, but {good_rates[0]:.3g} on one node",
+                    "check whether it depends on LOCAL_WORLD_SIZE: "
+                    f"{RANKS}",
                     kind="nodes-learning-rate")]
     found = differences(by_parameter(both.run.record_of(0)),
                         by_parameter(both.case.multi_process_run.record_of(0)))
     for difference, names in found.items():
         return [warn(
             f"on two nodes the {difference.setting} of "
-            f"{both.case.named(names)} is {show(difference.value)}, on one "
-            f"node {show(difference.other)}", f"use the same settings: {RANKS}"
-            , kind="nodes-optimizer-setting")]
+            f"{both.case.named(names)} is {show(difference.value)}, but "
+            f"{show(difference.other)} on one node",
+            f"use the same settings: {RANKS}", kind="nodes-optimizer-setting")]
     return []
 
 
@@ -431,9 +432,9 @@ def reads_of_other_node(run: RunRecord, rank: int, path: str, opener: int
     if where.startswith(f"{Path(run.copy).parent}/"):
         where = "the temporary folder"
     finding = warn(
-        f"on two nodes, rank {rank} reads {place.name} in {where}, which only "
-        "the other node has written", "write it on each node (LOCAL_RANK 0), "
-        "or where all nodes can read it", ranks=[rank],
+        f"on two nodes, rank {rank} reads the file {place.name} in {where}, "
+        "but only the other node has written it", "write it on each node "
+        "(LOCAL_RANK 0), or where all nodes can read it", ranks=[rank],
         kind="nodes-local-file")
     finding.sentence += in_brackets(places_of(opener))
     return finding

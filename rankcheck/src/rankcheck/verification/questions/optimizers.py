@@ -36,14 +36,14 @@ class Difference:
 
         Args:
             names: the parameters.
-            whose: the other setting is, as "on rank 0".
+            whose: the other setting is, such as "on rank 0".
         """
         name = WORDS.get(self.setting, self.setting)
         verb = "is"
         if name == "betas":
             verb = "are"
-        return (f"{name} of {names} {verb} {show(self.value)}, {whose} "
-                f"{show(self.other)}")
+        return (f"{name} of {names} {verb} {show(self.value)}, but "
+                f"{show(self.other)} {whose}")
 
 
 @question("optimizer settings are those of the single-process run")
@@ -92,9 +92,9 @@ def judge(case: Comparison, difference: Difference, names: list[str]
         return warn(text, "check that it compensates for gradients that are "
                     "a sum over the ranks", learned={"settings": text},
                     kind="optimizer-setting")
-    return fail(text, "keep it, as the global batch size is the same: it "
-                "may not depend on the number of processes, or on the batch "
-                "size of one rank",
+    return fail(text, "keep it unchanged: the global batch size is the "
+                "same, so it must not depend on the number of processes, or "
+                "on the batch size of one rank",
                 learned={"settings": text}, kind="optimizer-setting")
 
 

@@ -129,7 +129,7 @@ def samples(case: Comparison) -> list[Finding]:
         return in_groups(case, sets)
     if has_equal_samples(case.single_steps):
         return [warn("all samples are identical, with 1 process as well, so "
-                     "it is unknown which rank reads which",
+                     "verify cannot tell which samples a rank reads",
                      "use data with different samples", learned={
                          "skip_reason": case.skip_reason
                          or "all samples are identical"},
@@ -339,7 +339,7 @@ def repeats_of_earlier(reading: Reading) -> Finding | None:
     text = (f"{percent(share)} of the samples were already read in an earlier "
             "step")
     if single:
-        text += f" (with 1 process: {percent(usual)} of as many)"
+        text += f" (with 1 process: {percent(usual)} of the same number)"
         numbers["single"] = 100 * usual
     counts = count_again(steps)
     steady = len(counts) > 1 and len(set(counts)) == 1
@@ -459,8 +459,8 @@ def size_of_minibatch(case: Comparison) -> list[Finding]:
         step = first_other_size(counts, single_counts)
         if step is not None:
             return [warn(
-                f"global batch size is {now} in the first step, as with 1 "
-                f"process, but {counts[step]} in step {step}, with 1 process "
+                f"global batch size is {now} in step 0, as with 1 process, "
+                f"but in step {step} it is {counts[step]}, not "
                 f"{single_counts[step]}", keep, numbers={
                     "step": step, "samples": counts[step],
                     "single": single_counts[step]},

@@ -92,8 +92,8 @@ def averages(case: Comparison) -> list[Finding]:
             return [fail(
                 "the update of a copy of the model has a relative error of "
                 f"{percent(error)}", "update averaged weights (EMA) once per "
-                "optimizer step, with the same decay: not per microbatch, nor "
-                "by the number of processes",
+                "optimizer step, not once per microbatch, with a decay that "
+                "does not depend on the number of processes",
                 numbers={"error": error, "limit": limit},
                 kind="averaged-weights-differ")]
     if not compared:

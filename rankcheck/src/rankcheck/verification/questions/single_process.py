@@ -283,7 +283,7 @@ def locate(case: Comparison, measure: Measure, step: int,
                 "loss, but their gradients are averaged: if each loss is "
                 "divided by a number over all ranks, sum the gradients, or "
                 "multiply the loss by the number of processes")
-    return f"{text}, and the losses match: {explain_backward(case, pairs[0])}"
+    return f"{explain_backward(case, pairs[0])}; {text}, and the losses match"
 
 
 def has_small_error(case: Comparison, measure: Measure, pair: StepPair,
@@ -343,18 +343,18 @@ def losses_of(records: StepRecords) -> list[float]:
 
 def explain_backward(case: Comparison, pair: StepPair) -> str:
     """Say whether each rank's own gradients differ, or only their mean."""
-    general = "look in the backward pass and in the reduction"
+    general = "look at the backward pass and at the reduction"
     expected, own, _ = gradients_of(pair.single_process, pair.ranks, "sums")
     if expected is None or len(pair.single_process) > 1 or not own:
         return general
     error = off(add_up(own) / case.size, expected)
     if error < GRADIENT * case.tolerance_factor:
-        return ("look in the reduction, as the mean of the ranks' own "
-                "gradients matches the single-process run")
-    return ("look in the backward pass, as the ranks' own gradients differ "
-            "before they are reduced: for a collective in the forward pass "
-            "without a gradient (those of torch.distributed.nn.functional "
-            "have one), or a scaled gradient")
+        return ("look at how gradients are reduced: the mean of the ranks' "
+                "own gradients matches the single-process run")
+    return ("look at the backward pass: the ranks' own gradients differ "
+            "before they are reduced; look for a collective in the forward "
+            "pass without a gradient (those of "
+            "torch.distributed.nn.functional have one), or a scaled gradient")
 
 
 def other_buffers(case: Comparison, pairs: Sequence[StepPair]) -> list[str]:
@@ -549,7 +549,7 @@ def loss_error(case: Comparison, pair: StepPair, weights: Sequence[float]
     return RelativeError(
         abs(mean_loss - expected) / max(abs(expected), abs(first), TINY),
         LOSS * case.tolerance_factor,
-        f"the mean loss is {mean_loss:.6g}, with 1 process {expected:.6g}",
+        f"the mean loss is {mean_loss:.6g}, but {expected:.6g} with 1 process",
         factor)
 
 

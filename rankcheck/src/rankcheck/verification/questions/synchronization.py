@@ -112,7 +112,7 @@ def averages(case: Comparison) -> list[Finding]:
     if are_means:
         done = "averaged"
     text = f"weights are {done} {how_often_equal(equalized)}"
-    return [warn(text, "check that this is meant, as local SGD is: in "
+    return [warn(text, "check that this is intended, as in local SGD: in "
                  "between, each rank trains by itself",
                  learned={"skip_reason": text, "averaged": text},
                  kind="averaged-weights")]
@@ -317,7 +317,7 @@ def not_reduced(case: Comparison, step: int, elements: int) -> Finding:
     """Say that the gradients of a step are not reduced."""
     reduced = case.steps[step][0]["reduced"]
     text = (f"gradients are not reduced: {reduced:.0f} of {elements:.0f} "
-            "elements per step")
+            "elements per step are reduced")
     if step:
         text = f"in step {step} {text}"
     return fail(text, how_to_reduce(case), kind="not-reduced", numbers={
@@ -338,9 +338,9 @@ def how_to_reduce(case: Comparison) -> str:
                 "wrapper, or all_reduce every gradient before "
                 "optimizer.step()")
     if any(records[0]["wrapped"] for records in case.steps):
-        return ("call the DDP wrapper, and not under no_sync(), in the last "
-                "backward pass; it reduces only parameters that it wraps and "
-                "that required a gradient when it was created")
+        return ("call the DDP wrapper for the last microbatch, outside "
+                "no_sync(); DDP reduces only parameters that it wraps and "
+                "that required a gradient when the wrapper was created")
     return ("call the DDP wrapper, model(...), not model.module(...) or the "
             "model inside")
 
@@ -372,7 +372,7 @@ def unused_parameters(case: Comparison) -> list[Finding]:
     if any(case.facts("DistributedDataParallel")):
         return [ok(f"{text}, as declared to DDP", kind="unused-parameters")]
     return [warn(text, "remove unused ones, or set "
-                 "find_unused_parameters=True of DDP",
+                 "find_unused_parameters=True in DDP",
                  kind="unused-parameters")]
 
 
@@ -588,7 +588,7 @@ def some_summed(case: Comparison, step: int, sums: set[str]) -> Finding:
     """
     return warn(
         f"in step {step} the gradients of {case.named(sums)} are the sum "
-        "over all ranks, the others are the mean", "divide them by the number "
+        "over all ranks; the others are the mean", "divide them by the number "
         "of processes after all_reduce, as DDP does; fine if the losses of "
         "these parameters are parts of one sum",
         numbers={"step": step}, kind="partly-summed-gradients")
