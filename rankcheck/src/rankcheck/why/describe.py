@@ -152,7 +152,7 @@ def list_activities(rank: Rank) -> list[str]:
         where = "has imported neither torch nor mpi4py"
     is_idle = rank.seconds_in_line >= SOON / 2
     if is_idle:
-        where += f" for {rank.seconds_in_line:.0f} s"
+        where += f", {rank.seconds_in_line:.0f} s so far"
     if rank.script_ended:
         where += ", after the end of its script"
     activities = [where]

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 HOSTS = 4  # named in a line
 # What differs between ranks that do the same: seconds, clocks, PIDs
-DIFFERS = re.compile(r"(?<= for )\d+(?= s\b)|\b\d\d:\d\d:\d\d\b"
+DIFFERS = re.compile(r"(?<= for )\d+(?= s\b)|\b\d+(?= s so far\b)"
+                     r"|\b\d\d:\d\d:\d\d\b"
                      r"|(?<=process )\d+(?= \()")
 
 
