@@ -24,7 +24,7 @@ from rankcheck.system.sources import Sources, find_callee
 from rankcheck.why import calls, command, evidence, jobs, start, watcher
 from rankcheck.why.describe import describe
 from rankcheck.why.evidence import collect
-from rankcheck.why.judge import FAULT_QUESTIONS, find_last, judge
+from rankcheck.why.judge import FAULT_QUESTIONS, diagnose, find_latest_rank
 from rankcheck.why.ranks import Rank
 from rankcheck.why.watcher import MARK
 from rankcheck_testing.evidence import (
@@ -54,7 +54,7 @@ JOBS = read_said()
 def test_what_is_said_of_a_job(job, fault, blamed, part):
     """From the records that its ranks wrote; see evidence.py."""
     ranks = read_ranks(job)
-    found = judge(ranks, lambda: ranks)
+    found = diagnose(ranks, lambda: ranks)
     Said(fault, blamed, part).check(found)
     assert found.verdict == ("FAIL" if fault else "ok")
 
@@ -68,7 +68,7 @@ def test_records_of_a_job_are_kept(tmp_path):
                  "why", kept)
     assert not end.returncode, end.stderr
     rank, = (Rank(*json.loads(line)) for line in kept.open())
-    found = judge([rank])
+    found = diagnose([rank])
     assert "ZeroDivisionError" in found.text
     assert rank.host == "node1" and str(tmp_path) not in kept.read_text()
 
@@ -78,7 +78,8 @@ def test_records_of_a_job_are_kept(tmp_path):
     ([(8, 0), (9, 0), (10, 0)], 1.0),  # for three at once
     ([(1, 0), (11, 10)], 2 / 11)])
 def test_nobody_waits_for_more_than_all_the_time(times, share):
-    number, found, _ = find_last([dict(enumerate(pair)) for pair in times])
+    number, found, _ = find_latest_rank(
+        [dict(enumerate(pair)) for pair in times])
     assert (number, found) == (0, pytest.approx(share))
 
 
@@ -90,7 +91,7 @@ def test_who_is_late_because_it_waits(inner, fault):
     """Itself, as the first stage of a pipeline does, is no straggler."""
     ranks = read_ranks("fault-7", changed=3, stack_samples=[
         [20, [["x.py", 1, "main"]]], [20, [["x.py", 2, "main"], inner]]])
-    assert judge(ranks).kind == fault
+    assert diagnose(ranks).kind == fault
 
 
 WATCHED = """\
@@ -203,7 +204,7 @@ def test_an_error_of_its_own_worker_is_no_lost_connection(
     ("AssertionError", 2), ("RuntimeError", 1), ("BrokenPipeError", 1)])
 def test_ranks_that_raise_the_same_error_in_their_own_words(error, blamed):
     """One of a collective may follow from another rank's."""
-    found = judge([Rank({
+    found = diagnose([Rank({
         "rank": rank, "host": "node1", "pid": rank, "written": 9, "began": 1,
         "answers": True, "ended": {
             "status": 1, "error": error, "message": f"it is {rank}", "time": 9,
@@ -220,11 +221,11 @@ def test_where_a_stopped_process_is_not_guessed():
         "rank": 0, "host": "node1", "pid": 7, "written": 9, "began": 1,
         "stack": [["x.py", 3, "<module>"]], "ended": None, "answers": True,
         "state": "T"}
-    said = judge([Rank(record, alive=True)])
+    said = diagnose([Rank(record, alive=True)])
     assert said.kind == "stopped process"
     assert said.text.endswith(", then in line 3 of x.py")
     record["world_size"] = 1
-    assert judge([Rank(record, alive=True, has_answered=True)]).kind == ""
+    assert diagnose([Rank(record, alive=True, has_answered=True)]).kind == ""
 
 
 def test_a_process_in_a_container():
@@ -780,29 +781,29 @@ def find_callee_in(thread, function):
 def test_a_deadlock_takes_two_samples():
     """That agree; and no other thread may come to what others wait for."""
     ranks = read_ranks("three_groups")
-    assert judge(ranks, lambda: ranks).kind == "deadlock"
-    assert judge(ranks).kind == ""
+    assert diagnose(ranks, lambda: ranks).kind == "deadlock"
+    assert diagnose(ranks).kind == ""
     stack = [["/home/me/train.py", 9, "main"]]
     later = read_ranks("three_groups", stack=stack, callee="time.sleep")
-    assert judge(ranks, lambda: later).kind == ""
-    assert judge(later, lambda: later).kind == ""
+    assert diagnose(ranks, lambda: later).kind == ""
+    assert diagnose(later, lambda: later).kind == ""
     saving = [["Thread-1", 7, [[
         f"{ranks[0].folders['torch']}/distributed/checkpoint/state_dict_"
         "saver.py", 9, "save"]]]]
     later = read_ranks("three_groups", threads=saving)
-    assert judge(later, lambda: later).kind == ""
+    assert diagnose(later, lambda: later).kind == ""
     idle = [["ThreadPoolExecutor-0_0", 7, [[
         f"{ranks[0].folders['python']}/concurrent/futures/thread.py", 81,
         "_worker"]]]]
     later = read_ranks("three_groups", threads=idle)
-    assert judge(later, lambda: later).kind == "deadlock"
+    assert diagnose(later, lambda: later).kind == "deadlock"
 
 
 def test_an_error_that_a_rank_handles():
     """In `finally` it calls a collective that the others do not call."""
     ranks = read_ranks("finally_barrier")
     ranks[1].handles = ["KeyError", [["/home/me/data.py", 6, "read"]]]
-    found = judge(ranks)
+    found = diagnose(ranks)
     assert found.kind == "collective mismatch"
     assert "; rank 1 handles KeyError, raised in line 6 of data" in found.text
     assert "; handles KeyError, raised in line 6" in describe(ranks[1])
@@ -820,8 +821,8 @@ def test_who_wrote_after_others_had_lost_it(written, kind):
     silent = {"rank": 1, "host": "node1", "pid": 8, "written": written,
               "began": 1, "answers": True, "ended": None,
               "stack": [["x.py", 4, "g"]]}
-    assert judge([Rank(lost, alive=False), Rank(silent, alive=False)]
-                 ).kind == kind
+    assert diagnose([Rank(lost, alive=False), Rank(silent, alive=False)]
+                    ).kind == kind
 
 
 @pytest.mark.parametrize(("killed", "blamed"), [(11, [1]), (40, [0])])
@@ -834,7 +835,7 @@ def test_sigkill_may_follow_from_an_error(killed, blamed):
     other = {"rank": 1, "host": "node1", "pid": 8, "written": 9, "began": 1,
              "answers": True, "stack": [["x.py", 4, "g"]],
              "ended": {"status": -9, "time": killed, "told": True}}
-    found = judge([Rank(error, alive=False), Rank(other, alive=False)])
+    found = diagnose([Rank(error, alive=False), Rank(other, alive=False)])
     assert [rank.rank for rank in found.ranks] == blamed
 
 

@@ -94,7 +94,7 @@ def test_the_page_names_all_fields():
     page = page[page.index("`rankcheck why --json`"):]
     for name in FIELDS | {*job_report.to_json(
             job_report.JobReport([make_rank(0)],
-                                 job_report.judge([make_rank(0)])),
+                                 job_report.diagnose([make_rank(0)])),
             stacks=True)["ranks"][0]}:
         assert name in page, name
 

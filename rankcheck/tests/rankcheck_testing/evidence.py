@@ -26,7 +26,7 @@ from rankcheck.engine.ranks import free_port
 from rankcheck.system.hook import HOOK
 from rankcheck.system.sources import Sources
 from rankcheck.why.evidence import collect, rename_keys
-from rankcheck.why.judge import judge
+from rankcheck.why.judge import diagnose
 from rankcheck.why.ranks import Rank
 from rankcheck_testing.support import HOUSE, SOURCE_PATH, program, python
 
@@ -82,7 +82,7 @@ def read_ranks(job: str, changed: int = 0, **changes: Any) -> list[Rank]:
 
 def answer(folder: Path) -> Finding:
     """Return what `why` says of the job that leaves its records there."""
-    return judge(collect(folder), lambda: collect(folder))
+    return diagnose(collect(folder), lambda: collect(folder))
 
 
 @dataclass(frozen=True)

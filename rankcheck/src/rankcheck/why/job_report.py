@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rankcheck.engine.findings import Finding
 from rankcheck.why.describe import describe
 from rankcheck.why.evidence import UNWATCHED
-from rankcheck.why.judge import judge
+from rankcheck.why.judge import diagnose
 from rankcheck.why.process_record import Call, Ended
 from rankcheck.why.ranks import Rank, pluralize
 
@@ -62,8 +62,8 @@ class JobReport:
 def report_job(ranks: list[Rank],
                sample_again: Callable[[], list[Rank]] | None = None
                ) -> JobReport:
-    """Judge one job; see `judge` for the arguments."""
-    return JobReport(ranks, judge(ranks, sample_again))
+    """Judge one job; see `diagnose` for the arguments."""
+    return JobReport(ranks, diagnose(ranks, sample_again))
 
 
 def order(reports: list[JobReport], last_start: str | None) -> list[JobReport]:

@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from rankcheck.system.sources import Stack
     from rankcheck.why.process_record import Ended
 
-SHARE = 0.3  # of the time that the others wait for a straggler
+WAITING_SHARE = 0.3  # of the time that the others wait for a straggler
 APART = 5  # seconds between clocks of different nodes, at most
-LOG = "see the end of the log; sacct -j JOBID -o JobID,State,ExitCode,MaxRSS"
+SEE_LOG = ("see the end of the log; sacct -j JOBID -o "
+           "JobID,State,ExitCode,MaxRSS")
 # These have to have the same sizes on all ranks
 SAME_SIZES = re.compile(
     "all_?reduce|broadcast|bcast|all_?gather(?!v)|reduce_scatter", re.I)
@@ -53,7 +54,7 @@ class Diagnosis:
     sentence: str
 
 
-Find = Callable[[Job], "Diagnosis | None"]
+FindFault = Callable[[Job], "Diagnosis | None"]
 
 
 class FaultQuestion(NamedTuple):
@@ -68,22 +69,23 @@ class FaultQuestion(NamedTuple):
     sign: str
     fault: str
     fix: str
-    find: Find
+    find: FindFault
 
 
 FAULT_QUESTIONS: list[FaultQuestion] = []
 
 
-def asks(sign: str, fault: str, fix: str) -> Callable[[Find], Find]:
+def asks(sign: str, fault: str, fix: str) -> Callable[[FindFault], FindFault]:
     """Make a function the last of `FAULT_QUESTIONS`."""
-    def add(find: Find) -> Find:
+    def add(find: FindFault) -> FindFault:
         FAULT_QUESTIONS.append(FaultQuestion(sign, fault, fix, find))
         return find
     return add
 
 
-def judge(ranks: Sequence[Rank],
-          sample_again: Callable[[], Sequence[Rank]] | None = None) -> Finding:
+def diagnose(ranks: Sequence[Rank],
+             sample_again: Callable[[], Sequence[Rank]] | None = None
+             ) -> Finding:
     """Return the first question's `Finding`, or what is seen.
 
     Args:
@@ -103,7 +105,7 @@ def judge(ranks: Sequence[Rank],
             if not later:
                 continue  # there is nothing to see any more
             if not is_same(diagnosis, find(Job(later))):
-                return judge(later)
+                return diagnose(later)
         return Finding("FAIL", [diagnosis.sentence], [fix], kind=fault,
                        ranks=[*diagnosis.blamed])
     return describe.report(job)
@@ -122,7 +124,7 @@ BEGINS, STOPS, ENDS, SLOW = ("it never starts", "it hangs", "it ends",
 
 
 @asks(STOPS, "stopped process", "resume it: kill -CONT PID")
-def stopped(job: Job) -> Diagnosis | None:
+def find_stopped(job: Job) -> Diagnosis | None:
     """a signal has stopped it, as Ctrl-Z and `scontrol suspend` do"""
     ranks = job.select(lambda rank: rank.runs and rank.state == "T"
                        and not (rank.has_watcher and rank.has_answered))
@@ -139,7 +141,7 @@ def stopped(job: Job) -> Diagnosis | None:
 
 @asks(BEGINS, "duplicate rank", "give each node its own --node-rank, and each "
       "process its own RANK")
-def same_number(job: Job) -> Diagnosis | None:
+def find_duplicate_rank(job: Job) -> Diagnosis | None:
     """several processes that join have the same RANK"""
     running = job.by_ending["runs"]
     numbers = Counter(rank.identity for rank in running)
@@ -154,7 +156,7 @@ def same_number(job: Job) -> Diagnosis | None:
 
 
 @asks(BEGINS, "different addresses", "export the same values on all nodes")
-def other_address(job: Job) -> Diagnosis | None:
+def find_different_addresses(job: Job) -> Diagnosis | None:
     """the port, the world size or the address differ between ranks"""
     if not job.not_joined:
         return None
@@ -192,7 +194,7 @@ def find_odd_value(name: str, read: Callable[[Rank], int | str | None],
 
 @asks(BEGINS, "wrong MASTER_ADDR", "export MASTER_ADDR=HOST, a name or "
       "address of rank 0's node")
-def wrong_address(job: Job) -> Diagnosis | None:
+def find_wrong_address(job: Job) -> Diagnosis | None:
     """rank 0 cannot connect to its own MASTER_ADDR"""
     # where nobody listens at all, it may have no need to: torchrun does
     ranks = RankList(rank for rank in job.unconnected if rank.rank == 0
@@ -207,7 +209,7 @@ def wrong_address(job: Job) -> Diagnosis | None:
 @asks(BEGINS, "blocked port", "use another MASTER_PORT, open the firewall "
       "between the nodes, or use an address of another network: `ip address` "
       "lists the interfaces")
-def blocked_port(job: Job) -> Diagnosis | None:
+def find_blocked_port(job: Job) -> Diagnosis | None:
     """a rank cannot connect to rank 0, which can connect to itself"""
     ranks, first = job.unconnected, job.first_rank
     if first not in job.joining or first.master_problem != "" or not ranks:
@@ -219,14 +221,14 @@ def blocked_port(job: Job) -> Diagnosis | None:
 
 # -------------------------------------------- they do not call the same thing
 
-Calls = Mapping[int, RankCall]  # of one collective, by rank
+CallsByRank = Mapping[int, RankCall]  # of one collective, by rank
 
 
-def name_of(call: RankCall, calls: Calls) -> Hashable:
+def call_name(call: RankCall, calls: CallsByRank) -> Hashable:
     return call["call"]
 
 
-def size_of(call: RankCall, calls: Calls) -> Hashable:
+def call_size(call: RankCall, calls: CallsByRank) -> Hashable:
     """Return what has to be equal where the same line calls it on all ranks;
     None if it has not.
     """
@@ -237,19 +239,19 @@ def size_of(call: RankCall, calls: Calls) -> Hashable:
     return sum(map(math.prod, call["sizes"])), str(call["types"])
 
 
-def root_of(call: RankCall, calls: Calls) -> Hashable:
+def call_root(call: RankCall, calls: CallsByRank) -> Hashable:
     return call.get("root")
 
 
 @asks(STOPS, "collective mismatch", "call the same collectives in the same "
       "order on all ranks, with the same shape, dtype and root: look for a "
       "branch that not all ranks take; print shape and dtype before it")
-def other_calls(job: Job) -> Diagnosis | None:
+def find_collective_mismatch(job: Job) -> Diagnosis | None:
     """the first call that differs, in name, size, dtype or root"""
     for every_call in job.calls:
         calls = {number: call for number, call in every_call.items()
                  if call not in job.later_calls}
-        for property_of in name_of, size_of, root_of:
+        for property_of in call_name, call_size, call_root:
             values = {}
             for number, call in sorted(calls.items()):
                 value = property_of(call, calls)
@@ -260,7 +262,7 @@ def other_calls(job: Job) -> Diagnosis | None:
     return None
 
 
-def compare_calls(job: Job, calls: Calls,
+def compare_calls(job: Job, calls: CallsByRank,
                   values: Mapping[int, Hashable]) -> Diagnosis:
     """Return which ranks have not the usual value.
 
@@ -286,7 +288,7 @@ def compare_calls(job: Job, calls: Calls,
 
 @asks(STOPS, "deadlock", "use the groups in the same order on all ranks, and "
       "match each recv with a send")
-def deadlock(job: Job) -> Diagnosis | None:
+def find_deadlock(job: Job) -> Diagnosis | None:
     """each waits for the other, which no thread of either can end"""
     blocked = job.select(lambda rank: rank.is_blocked)
     waits = {rank: RankList(other for other in job.waits_for(rank)
@@ -302,7 +304,7 @@ def deadlock(job: Job) -> Diagnosis | None:
 
 
 # As they come and go: one sample may show several ranks at different moments
-NEED_TWO_SAMPLES = (deadlock,)
+NEED_TWO_SAMPLES = (find_deadlock,)
 
 
 # ------------------------------------------------------------ one has ended
@@ -311,8 +313,8 @@ NEED_TWO_SAMPLES = (deadlock,)
 @asks(ENDS, "aborted in another line", "check that these lines call the "
       "same collectives with the same sizes: gloo aborts the rank that gets a "
       "message of another size than it expects, a watchdog those that wait "
-      f"too long; {LOG}")
-def aborted(job: Job) -> Diagnosis | None:
+      f"too long; {SEE_LOG}")
+def find_aborted(job: Job) -> Diagnosis | None:
     """SIGABRT ended a rank in one line, where the others waited in another"""
     ranks = job.select(
         lambda rank: rank.was_aborted or rank.was_aborted_in_backward)
@@ -328,8 +330,8 @@ def aborted(job: Job) -> Diagnosis | None:
 @asks(ENDS, "rank killed", "read its last output in the log, above the "
       "launcher's, and `dmesg` on that node: the kernel sends SIGKILL when "
       "memory is full, and so does a scheduler; gloo aborts on a message of "
-      f"another size than it expects; {LOG}")
-def killed(job: Job) -> Diagnosis | None:
+      f"another size than it expects; {SEE_LOG}")
+def find_killed(job: Job) -> Diagnosis | None:
     """by a signal, which its launcher reports, or by a crash"""
     failed = job.by_ending["error"]
     # an abort or a crash may follow from what another rank has done
@@ -359,7 +361,7 @@ def killed(job: Job) -> Diagnosis | None:
 @asks(ENDS, "rank failed", "start with this error, as the other ranks "
       "failed because of it (exception: if MPI says 'message truncated', "
       "check the sender's size); if memory is full, use a smaller microbatch")
-def first_error(job: Job) -> Diagnosis | None:
+def find_first_error(job: Job) -> Diagnosis | None:
     """its own error, not a lost connection, came first"""
     failed = sorted(job.by_ending["error"], key=lambda rank: rank.end_time)
     if not failed:
@@ -399,7 +401,7 @@ def identify_error(rank: Rank) -> str | tuple[str, CodeLine]:
 
 @asks(ENDS, "rank ended early", "take the same number of steps on all ranks: "
       "check that each has as many batches, and what this one printed")
-def ended_early(job: Job) -> Diagnosis | None:
+def find_ended_early(job: Job) -> Diagnosis | None:
     """it ended without an error, and others wait for it or have lost it"""
     # one that is gone without a word may be the one that they have lost
     is_sure = not (job.by_ending["gone"] or job.by_ending["silent"])
@@ -426,9 +428,9 @@ def may_follow(other: Rank, rank: Rank) -> bool:
         rank.written <= call["time"] + SOON + clocks)
 
 
-@asks(ENDS, "rank disappeared", f"{LOG}; `dmesg` on its node says whether "
-      "memory was full, `scontrol show node NODE` whether it is down")
-def gone(job: Job) -> Diagnosis | None:
+@asks(ENDS, "rank disappeared", f"{SEE_LOG}; `dmesg` on its node says "
+      "whether memory was full, `scontrol show node NODE` whether it is down")
+def find_disappeared(job: Job) -> Diagnosis | None:
     """it left no record of its end, and others wait for it or have lost it"""
     ranks = RankList(
         rank for rank in (*job.by_ending["gone"], *job.by_ending["silent"])
@@ -447,7 +449,7 @@ def gone(job: Job) -> Diagnosis | None:
 
 @asks(STOPS, "blocked on I/O", "try `ls` on that node, and tell the site's "
       "support")
-def disk(job: Job) -> Diagnosis | None:
+def find_blocked_io(job: Job) -> Diagnosis | None:
     """the kernel reports uninterruptible sleep: a disk does not answer"""
     ranks = job.select(
         lambda rank: rank.runs and rank.state == "D"
@@ -465,7 +467,7 @@ def disk(job: Job) -> Diagnosis | None:
 @asks(SLOW, "straggler", "check with `top` and `nvidia-smi` on that node "
       "whether it shares its cores or its GPU with another process, or reads "
       "more data than the others")
-def straggler(job: Job) -> Diagnosis | None:
+def find_straggler(job: Job) -> Diagnosis | None:
     """the others wait for it for a measured share of the time"""
     # where the cores or the network are shared, now this one is late and now
     # that one: it has to be the same in each quarter of the record
@@ -474,10 +476,10 @@ def straggler(job: Job) -> Diagnosis | None:
     quarter = len(whole) // 4
     if quarter < 4:
         return None
-    late = find_last(whole)
+    late = find_latest_rank(whole)
     for i in range(4):
-        part = find_last(whole[i * quarter:][:quarter + 1])
-        if part.rank != late.rank or part.share < SHARE:
+        part = find_latest_rank(whole[i * quarter:][:quarter + 1])
+        if part.rank != late.rank or part.share < WAITING_SHARE:
             return None
     ranks = job.select(lambda rank: rank.rank == late.rank)
     others = job.ranks.without(ranks)
@@ -487,7 +489,8 @@ def straggler(job: Job) -> Diagnosis | None:
     waits = sum(sample.times for sample in rank.stack_samples
                 if rank.sources.find_wait(sample.stack)
                 or is_in_mpi_call(sample.stack))
-    if waits > SHARE * sum(sample.times for sample in rank.stack_samples):
+    samples = sum(sample.times for sample in rank.stack_samples)
+    if waits > WAITING_SHARE * samples:
         return None  # it waits itself, as a pipeline's first stage does
     return Diagnosis(ranks, (
         f"{ranks} on {rank.host} is late by {1000 * late.seconds:.0f} ms on "
@@ -507,7 +510,7 @@ class Lateness(NamedTuple):
     seconds: float  # each time, on average
 
 
-def find_last(times: Sequence[Mapping[int, float]]) -> Lateness:
+def find_latest_rank(times: Sequence[Mapping[int, float]]) -> Lateness:
     """Return for which rank the others wait.
 
     Args:
@@ -518,7 +521,7 @@ def find_last(times: Sequence[Mapping[int, float]]) -> Lateness:
         *_, before, last = sorted(found.values())
         if last - before > 0.005:  # clocks of nodes differ by as much
             late[max(found, key=found.__getitem__)].append((before, last))
-    waits = {number: measure(spans) for number, spans in late.items()}
+    waits = {number: measure_covered(spans) for number, spans in late.items()}
     number = max(waits, key=waits.__getitem__, default=None)
     if number is None or waits[number] < 0.75 * sum(waits.values()):
         return Lateness(None, 0, 0)
@@ -527,7 +530,7 @@ def find_last(times: Sequence[Mapping[int, float]]) -> Lateness:
                     waits[number] / len(late[number]))
 
 
-def measure(spans: Iterable[tuple[float, float]]) -> float:
+def measure_covered(spans: Iterable[tuple[float, float]]) -> float:
     """Return how many seconds some spans of time cover, of which some
     overlap.
 
