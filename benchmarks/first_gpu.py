@@ -38,7 +38,7 @@ from backstage.device import device_name, find_device, memory_size
 from backstage.errors import parse_flags, require
 from backstage.files import new_folder, show_path, write_atomically
 from backstage.process import count_cores
-from rankcheck.why.start import FOLDER, switch_on
+from rankcheck.why.start import FOLDER_VARIABLE, switch_on
 from workshop.errors import run_tool
 from workshop.jobs import interpreter
 from workshop.jobs.doctor import name_commit, name_driver, name_libraries
@@ -169,7 +169,8 @@ class Bench:
             {"CUDA_VISIBLE_DEVICES": ""} if not self.gpu else
             SHARED if ranks > self.count else {})
         if item.asks:
-            env = switch_on(env | {FOLDER: str(self.work / "evidence")})
+            folder = str(self.work / "evidence")
+            env = switch_on(env | {FOLDER_VARIABLE: folder})
         begin, times, said, stop = time.monotonic(), [], [""], item.stop
 
         def on_step(process):
@@ -180,7 +181,7 @@ class Bench:
                     time.sleep(5)  # the others come to a collective
                     said.append(subprocess.getoutput(shlex.join(
                         [sys.executable, "-m", "rankcheck", "why",
-                         env[FOLDER]])))
+                         env[FOLDER_VARIABLE]])))
                     send(process, signal.SIGKILL)
 
         self.status, self.out, steps = watch(

@@ -78,7 +78,7 @@ def prepare(folder, variables, log):
     if ALONE in os.environ and ctypes.CDLL(None).unshare(NEW_NETWORK):
         print("this kernel makes no network for a process: nothing is wrong "
               "with this job", flush=True)
-    watcher.start(folder)
+    watcher.start_watching(folder)
 
 
 def last_lines(text):

@@ -22,11 +22,11 @@ from rankcheck.system.errors import UserError
 from rankcheck.system.hook import HOOK
 from rankcheck.system.sources import Sources, find_callee
 from rankcheck.why import calls, command, evidence, jobs, start, watcher
-from rankcheck.why.describe import describe
+from rankcheck.why.describe import describe_rank
 from rankcheck.why.evidence import collect
 from rankcheck.why.judge import FAULT_QUESTIONS, diagnose, find_latest_rank
 from rankcheck.why.ranks import Rank
-from rankcheck.why.watcher import MARK
+from rankcheck.why.watcher import START_MARK
 from rankcheck_testing.evidence import (
     Said,
     answer,
@@ -181,7 +181,7 @@ def test_what_a_main_thread_does_is_not_guessed():
               "written": 9, "began": 1, "stack": [["x.py", 3, "<module>"]],
               "ended": None, "answers": True,
               "work": [["thread", 7, "python", "S", True, None]]}
-    assert describe(Rank(record, alive=True, has_answered=True)).endswith(
+    assert describe_rank(Rank(record, alive=True, has_answered=True)).endswith(
         "; computes, reads or writes")
 
 
@@ -291,7 +291,7 @@ def test_a_module_that_is_being_imported(monkeypatch):
 def make_record(rank, began=1, **changes):
     """As a rank writes it that torchrun has started on node1."""
     record = {
-        "format": watcher.FORMAT, "rank": rank, "world_size": 2,
+        "format": watcher.RECORD_FORMAT, "rank": rank, "world_size": 2,
         "host": "node1", "pid": 100 * int(began) + rank, "parent": 7,
         "space": "1", "network": "net:[1]", "token": None, "began": began,
         "written": began + 9, "ended": {"status": 0, "time": began + 9},
@@ -303,7 +303,7 @@ def make_record(rank, began=1, **changes):
 
 def told(**changes):
     """What a launcher tells, with these changes."""
-    start = jobs.read_start(make_record(0))
+    start = jobs.read_launch(make_record(0))
     return [*{**start, **changes}.values()]
 
 
@@ -348,7 +348,7 @@ SOME = ["7f", "0", None, None, None, "127.0.0.1", "29400", "2"]
 def test_which_ranks_are_of_one_job(changes, split):
     records = [make_record(number % 2, **{"pid": number, **change})
                for number, change in enumerate(changes)]
-    found = jobs.split(records)
+    found = jobs.split_jobs(records)
     assert [sorted(record["pid"] for record in job)
             for job in found] == split
 
@@ -359,18 +359,18 @@ def test_which_jobs_are_of_the_last_start():
     """
     old, new = [make_record(0, 1), make_record(1, 1)], [
         make_record(0, 20, parent=8), make_record(1, 20, parent=8)]
-    assert jobs.choose([old, new]) == [new]
-    assert jobs.choose([[{**one, "token": "a"} for one in job]
-                        for job in (old, new)]) != [new]
+    assert jobs.choose_current([old, new]) == [new]
+    assert jobs.choose_current([[{**one, "token": "a"} for one in job]
+                                for job in (old, new)]) != [new]
     other = [{**old[0], "token": "b"}], [{**new[0], "token": "a"}]
-    assert jobs.choose([*other]) == [other[1]]
+    assert jobs.choose_current([*other]) == [other[1]]
     other[0][0].update(RUNS)
-    assert jobs.choose([*other]) == [*other]
+    assert jobs.choose_current([*other]) == [*other]
     # the last start's rank has ended before another's began
-    assert jobs.choose([*other[::-1]], "a") == [*other[::-1]]
+    assert jobs.choose_current([*other[::-1]], "a") == [*other[::-1]]
     again = [make_record(0, 20, token="a", start=told(restart="1"))]
     first = [make_record(0, token="a")]
-    assert jobs.choose([first, again]) == [again]
+    assert jobs.choose_current([first, again]) == [again]
 
 
 def test_a_clock_that_is_set_back(monkeypatch):
@@ -382,7 +382,7 @@ def test_a_clock_that_is_set_back(monkeypatch):
                for number, seconds in enumerate((5000, 5001, 7))]
     monkeypatch.setattr(calls, "find_dumps", lambda: [
         lambda *_: pickle.dumps({"entries": entries})])
-    assert [call["number"] for call in calls.read_record(False)
+    assert [call["number"] for call in calls.read_calls(False)
             ] == [0, 1, 2]
 
 
@@ -395,13 +395,13 @@ def test_the_lines_of_a_record_import_nothing(imports, tmp_path):
 import sys
 import torch
 from torch import distributed as dist
-from rankcheck.why.calls import read_record
+from rankcheck.why.calls import read_calls
 dist.init_process_group("gloo", "tcp://127.0.0.1:{free_port()}", rank=0,
                         world_size=1)
 if {imports}:
     import torch._inductor
 dist.barrier()
-print(read_record(True)[-1]["line"][1:])
+print(read_calls(True)[-1]["line"][1:])
 print("torch._inductor" in sys.modules, torch._inductor.__name__)
 """)
     ended = python(tmp_path, script, PYTHONPATH=SOURCE_PATH,
@@ -496,13 +496,13 @@ def test_the_hook_changes_nothing(interpreter, tmp_path):
 
 def test_starts_do_not_pile_up(tmp_path, monkeypatch):
     """Only our own go, and none whose rank lives."""
-    monkeypatch.setattr(start, "STARTS", tmp_path)
-    monkeypatch.setattr(start, "KEPT", 2)
+    monkeypatch.setattr(start, "STARTS_FOLDER", tmp_path)
+    monkeypatch.setattr(start, "KEPT_STARTS", 2)
     for name in "abcdef":
-        start.make_folder(tmp_path / name)
+        start.make_start_folder(tmp_path / name)
         (tmp_path / name / "node1-1.json").touch()
         if name == "a":  # no mark of ours
-            (tmp_path / name / MARK).write_text("mine")
+            (tmp_path / name / START_MARK).write_text("mine")
         if name == "b":
             lives = subprocess.Popen(
                 [sys.executable, "-c", "print(1, flush=True); input()"],
@@ -516,17 +516,18 @@ def test_starts_do_not_pile_up(tmp_path, monkeypatch):
             "0", "a", "b", "e", "f"]
     finally:
         lives.communicate()
-    start.make_folder(tmp_path / "g")
+    start.make_start_folder(tmp_path / "g")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "0", "a", "f", "g"]
-    start.make_folder(tmp_path.parent / "elsewhere")  # a run's is never ours
+    # a run's is never ours
+    start.make_start_folder(tmp_path.parent / "elsewhere")
     assert not (tmp_path.parent / "elsewhere").exists()
 
 
 @pytest.mark.parametrize("home", ["", "~", "me"])
 def test_without_a_home_no_folder_is_called_so(home, monkeypatch):
     monkeypatch.setenv("HOME", home)
-    assert start.find_starts().is_absolute()
+    assert start.find_starts_folder().is_absolute()
 
 
 @pytest.mark.whole
@@ -580,7 +581,7 @@ def test_what_a_rank_starts_is_not_watched(tmp_path):
     ({"began": 9, "joined": False, "stack": [["x.py", 3, "rendezvous"]]},
      [0, 1])])
 def test_who_is_the_rank(others, chosen, tmp_path, monkeypatch):
-    record = {"format": watcher.FORMAT, "rank": 0, "world_size": 2,
+    record = {"format": watcher.RECORD_FORMAT, "rank": 0, "world_size": 2,
               "host": "node1", "written": 10, "began": 1, "start": [],
               "stack": [], "joined": True, "calls": None, "ended": None,
               "answers": True, "launched": True, "library": "",
@@ -588,7 +589,7 @@ def test_who_is_the_rank(others, chosen, tmp_path, monkeypatch):
     for pid, changes in enumerate(({}, others)):
         (tmp_path / f"node1-{pid}.json").write_text(json.dumps(
             {**record, "pid": pid, **changes}))
-    monkeypatch.setattr(evidence, "ANSWER", 0)
+    monkeypatch.setattr(evidence, "ANSWER_SECONDS", 0)
     monkeypatch.setattr(time, "time_ns", lambda: 7)  # what they are asked
     assert sorted(rank.pid for rank in collect(tmp_path)) == chosen
 
@@ -600,7 +601,7 @@ def test_files_of_ones_own_are_no_evidence(text, tmp_path):
         (tmp_path / name).write_text(text)
     os.mkfifo(tmp_path / "a-1.json")
     with pytest.raises(UserError, match="no rank left a record"):
-        command.why(command.Request(str(tmp_path)))
+        command.answer_request(command.Request(str(tmp_path)))
 
 
 def test_a_rank_that_only_its_launcher_has_seen(tmp_path):
@@ -806,7 +807,7 @@ def test_an_error_that_a_rank_handles():
     found = diagnose(ranks)
     assert found.kind == "collective mismatch"
     assert "; rank 1 handles KeyError, raised in line 6 of data" in found.text
-    assert "; handles KeyError, raised in line 6" in describe(ranks[1])
+    assert "; handles KeyError, raised in line 6" in describe_rank(ranks[1])
 
 
 @pytest.mark.parametrize(("written", "kind"), [
@@ -850,7 +851,7 @@ def test_errors_inside_of_a_group():
             inner = group("tasks", [error, ValueError("later")])
             raise group("all", [inner]) from None
     except group as error:
-        found = watcher.chain(error)
+        found = watcher.chain_errors(error)
     assert [str(error) for error in found] == [
         "'reward'", "tasks (2 sub-exceptions)", "all (1 sub-exception)"]
 
@@ -984,12 +985,12 @@ def test_a_start_without_a_rank(tmp_path):
     ("", ["JobState=NODE_FAIL Reason=NodeDown ExitCode=0:1"])])
 def test_slurms_word(sacct, lines, monkeypatch):
     """By sacct, else by scontrol; nothing of what is no job's number."""
-    monkeypatch.setattr(evidence, "ask_slurm", lambda command, *_: {
+    monkeypatch.setattr(evidence, "run_slurm_command", lambda command, *_: {
         "sacct": sacct, "scontrol": "JobId=4711 JobState=NODE_FAIL "
         "Reason=NodeDown Dependency=(null) ExitCode=0:1 BatchHost=n1\n",
     }[command])
-    assert evidence.ask_about("471100000") == lines
-    assert evidence.ask_about("runs/mine") == []
+    assert evidence.ask_about_job("471100000") == lines
+    assert evidence.ask_about_job("runs/mine") == []
 
 
 def test_a_job_by_its_number(tmp_path):
@@ -997,23 +998,24 @@ def test_a_job_by_its_number(tmp_path):
     folder = tmp_path / "ddp-1n4g-12" / "why"
     folder.mkdir(parents=True)
     (folder / "node1-7.json").touch()
-    assert evidence.find("12", tmp_path) == folder
-    assert evidence.find("12.server", tmp_path) == folder
+    assert evidence.find_evidence("12", tmp_path) == folder
+    assert evidence.find_evidence("12.server", tmp_path) == folder
     with pytest.raises(UserError, match="no run in"):
-        evidence.find("471100000", tmp_path)
+        evidence.find_evidence("471100000", tmp_path)
 
 
 def test_a_start_by_the_number_of_its_job(tmp_path, monkeypatch):
     """As `why run` in a batch script, without a folder of runs."""
-    monkeypatch.setattr(start, "STARTS", tmp_path)
+    monkeypatch.setattr(start, "STARTS_FOLDER", tmp_path)
     for name, job in (("20260101-1", "4710"), ("20260101-2", "4711"),
                       ("20260101-3", None)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "node1-7.json").write_text(json.dumps({
-            "format": watcher.FORMAT, "start": [None, None, job, "0"]}))
-    assert evidence.find("4711", tmp_path / "runs").name == "20260101-2"
+            "format": watcher.RECORD_FORMAT, "start": [None, None, job, "0"]}))
+    found = evidence.find_evidence("4711", tmp_path / "runs")
+    assert found.name == "20260101-2"
     with pytest.raises(UserError, match="nor a start in the cache"):
-        evidence.find("4712", tmp_path / "runs")
+        evidence.find_evidence("4712", tmp_path / "runs")
 
 
 def test_the_page_has_a_row_for_each_fault():

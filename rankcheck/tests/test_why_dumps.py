@@ -57,13 +57,13 @@ def leave_dumps(folder, line):
     Launch(script, world_size=3, cwd=str(folder)).wait(60)
     files = dumps.find_files(str(folder))
     assert [*files] == [0, 1, 2]
-    return [dumps.read_dump(*item) for item in files.items()]
+    return [dumps.load_dump(*item) for item in files.items()]
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_ranks_that_wait(name, tmp_path):
     line, words, ranks, proven = FAULTS[name]
-    found = dumps.judge(leave_dumps(tmp_path, line))
+    found = dumps.judge_dumps(leave_dumps(tmp_path, line))
     assert len(found) == bool(words)
     for one in found:
         assert re.match(words, one.text), one.text
@@ -114,7 +114,8 @@ def test_torchs_own_tool_agrees(name, ours, theirs, tmp_path):
     leave_dumps(tmp_path, FAULTS[name][0])
     as_nccl(tmp_path)
     files = dumps.find_files(str(tmp_path))
-    found = dumps.judge([dumps.read_dump(*item) for item in files.items()])
+    found = dumps.judge_dumps(
+        [dumps.load_dump(*item) for item in files.items()])
     assert [one.ranks for one in found] == ([ours] if ours else [])
     said = ask_torch(tmp_path)
     if theirs:
@@ -138,7 +139,8 @@ def add_messages(folder, *names, **change):
 
     as_nccl(folder, add)
     files = dumps.find_files(str(folder))
-    return dumps.judge([dumps.read_dump(*item) for item in files.items()])
+    return dumps.judge_dumps(
+        [dumps.load_dump(*item) for item in files.items()])
 
 
 def test_messages(tmp_path):
@@ -178,7 +180,8 @@ def test_collectives_that_are_started_together(tmp_path):
 
     as_nccl(tmp_path, add)
     files = dumps.find_files(str(tmp_path))
-    found, = dumps.judge([dumps.read_dump(*item) for item in files.items()])
+    found, = dumps.judge_dumps(
+        [dumps.load_dump(*item) for item in files.items()])
     assert not found.kind and found.text.startswith(
         "rank 2 waits in collective 2 of group 0, _all_gather_base of ")
 
@@ -197,9 +200,9 @@ def test_groups_of_one_name_on_other_ranks(tmp_path):
 
     as_nccl(tmp_path, split)
     files = dumps.find_files(str(tmp_path))
-    read = [dumps.read_dump(*item) for item in files.items()]
+    read = [dumps.load_dump(*item) for item in files.items()]
     assert {call.group.ranks for call in read[0].calls[-1:]} == {(0,)}
-    assert not dumps.judge(read)
+    assert not dumps.judge_dumps(read)
 
 
 @pytest.mark.parametrize(("name", "differs"), [
@@ -216,7 +219,8 @@ def test_sizes_that_may_differ(name, differs, tmp_path):
 
     as_nccl(tmp_path, grow)
     files = dumps.find_files(str(tmp_path))
-    found, = dumps.judge([dumps.read_dump(*item) for item in files.items()])
+    found, = dumps.judge_dumps(
+        [dumps.load_dump(*item) for item in files.items()])
     assert bool(found.kind) == differs, found.text
     assert ("the sizes differ" in found.text) == differs
 

@@ -39,7 +39,7 @@ def test_equal_ranks_have_one_line():
     ranks = [make_rank(number, idle_seconds=30.0 + number % 3)
              for number in range(63)]
     ranks.append(make_rank(63, line=9, calls=[]))
-    first, last = map(job_report.describe_group, job_report.group_equal(ranks))
+    first, last = map(job_report.describe_ranks, job_report.group_equal(ranks))
     assert first == (
         "ranks 0-62 on node1, node2, collective 7: wait in barrier, "
         "collective 7 of group 0, in line 8 of x.py for 30-32 s")
@@ -108,7 +108,7 @@ def test_the_words_of_the_answers(snapshot, capsys):
         command.print_finding(found.finding)
         page += [f"# {name}", "", capsys.readouterr().out.rstrip()]
         for group in job_report.group_equal(ranks):
-            page.append(f"  {job_report.describe_group(group)}")
+            page.append(f"  {job_report.describe_ranks(group)}")
         page.append("")
     # a clock shows the machine's own time zone
     text = re.sub(r"\b\d\d:\d\d:\d\d\b", "TIME", "\n".join(page))
@@ -303,7 +303,8 @@ time.sleep(60)
     try:
         wait_for(lambda: [*(tmp_path / "why").glob("*.json")], 60)
         wait_for(lambda: any(
-            "threads" in record for record in evidence.read(tmp_path / "why")
+            "threads" in record
+            for record in evidence.read_records(tmp_path / "why")
             ) or watcher.add_request(tmp_path / "why/ask") is None, 60)
         rank, = evidence.collect(tmp_path / "why")
     finally:

@@ -199,20 +199,20 @@ def make_start(home, name, after=(), **changes):
         "host": proc.name_host(os.environ), "space": proc.name_space(),
         "pid": 2**22 + 1, "ticks": 5, "session": "another", "time": 9.0,
         "output": None, "output_begin": -1, **changes})
-    start.remember(begun)
+    start.list_start(begun)
     return begun
 
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    monkeypatch.setattr(start, "STARTS", tmp_path)
+    monkeypatch.setattr(start, "STARTS_FOLDER", tmp_path)
     monkeypatch.setattr(start, "name_session", lambda: SHELL)
     monkeypatch.delenv("RANKCHECK_WHY", raising=False)
     return tmp_path
 
 
 def find_names(env=()):
-    return [Path(one.folder).name for one in start.find_last(dict(env))]
+    return [Path(one.folder).name for one in start.find_last_starts(dict(env))]
 
 
 SHELL = "the shell that asks"
@@ -256,7 +256,7 @@ def test_starts_of_which_each_may_be_meant(first, second, meant, home):
     assert sorted(find_names()) == meant
     if len(meant) == 2:
         with pytest.raises(UserError) as found:
-            evidence.find(None, home)
+            evidence.find_evidence(None, home)
         said = str(found.value)
         assert "torchrun a" in said and "torchrun b" in said
         assert "\nfix: name one, as in `rankcheck why /" in said
@@ -279,7 +279,7 @@ def test_a_last_start_whose_folder_is_gone(home):
         file.unlink()
     Path(folder).rmdir()
     with pytest.raises(UserError, match=r"was removed: .*/b, of torchrun b"):
-        evidence.find(None, home)
+        evidence.find_evidence(None, home)
 
 
 @pytest.mark.parametrize("name", ["~/a", "{}/b/../a", "{}/a/"])
@@ -291,7 +291,7 @@ def test_a_folder_of_ones_own_is_the_same_by_any_name(
     begun = make_start(home, "a")
     assert start.switch_on(os.environ)["RANKCHECK_WHY"] == begun.folder
     (home / "a" / "host-1.json").write_text("{}")
-    assert str(evidence.find_last(os.environ)) == begun.folder
+    assert str(evidence.find_last_evidence(os.environ)) == begun.folder
 
 
 def test_what_was_started_last_in_a_folder_of_ones_own(tmp_path):
@@ -386,12 +386,12 @@ def test_records_of_the_formats_before_can_be_read(version, tmp_path):
         "still": 21.0, "stays": 20.0, "over": True,
         "looks": [[40, [["x.py", 1, "main"]]]]}
     (tmp_path / "node1-7.json").write_text(json.dumps(record))
-    found, = evidence.read(tmp_path)
+    found, = evidence.read_records(tmp_path)
     assert found["calls"][0]["group"] == [0, 1]
     rank = ranks.Rank(found, True, True)
     assert (rank.idle_seconds, rank.line_seconds) == (21.0, 20.0)
     assert rank.script_ended and rank.stack_samples[0].times == 40
-    assert watcher.FORMAT == "rankcheck 5"
+    assert watcher.RECORD_FORMAT == "rankcheck 5"
 
 
 # ------------------------------------------------------- no rank was seen
@@ -434,7 +434,7 @@ def test_ranks_that_run_without_the_hook(line, words, tmp_path):
 def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, capsys):
     """Then nobody was asked, and nothing is judged."""
     record = {
-        "format": watcher.FORMAT, "rank": 0, "world_size": 1,
+        "format": watcher.RECORD_FORMAT, "rank": 0, "world_size": 1,
         "host": proc.name_host(os.environ), "pid": os.getpid(),
         "space": proc.name_space(), "began": time.time(), "start": [],
         "written": time.time(), "stack": [["x.py", 3, "f"]], "joined": True,
@@ -444,5 +444,5 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch, capsys):
     (tmp_path / "ask").mkdir()  # root may write to any file
     with pytest.raises(UserError, match=r"cannot be written to .*\nfix: .*\n"
                        r".*\n  rank 0 on .*, then in line 3 of x.py"):
-        command.why(command.Request(str(tmp_path)))
+        command.answer_request(command.Request(str(tmp_path)))
     assert capsys.readouterr().out == ""

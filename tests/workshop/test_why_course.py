@@ -130,7 +130,7 @@ def test_a_sound_run_is_no_alarm(tmp_path, capsys, monkeypatch):
                          said, re.DOTALL)
         for rank in job.jobs:
             os.kill(rank.pid, signal.SIGSTOP)
-        monkeypatch.setattr(evidence, "ANSWER", 1)
+        monkeypatch.setattr(evidence, "ANSWER_SECONDS", 1)
         assert speed.main(Namespace(job=str(folder))) == 1
         assert capsys.readouterr().out.startswith(
             "stopped process: ranks 0, 1, 2 are stopped: ")

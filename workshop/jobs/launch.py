@@ -23,7 +23,7 @@ from tempfile import gettempdir
 from backstage import ROOT
 from backstage.errors import UserError, require
 from rankcheck.system.errors import read_regular
-from rankcheck.why.start import begin, switch_on
+from rankcheck.why.start import begin_start, switch_on
 from workshop.command_line import Parser
 from workshop.diff import working_copy
 from workshop.jobs import interpreter
@@ -208,7 +208,7 @@ def main(args: argparse.Namespace) -> None:
           f"command   {shlex.join(command)}", sep="\n", flush=True)
     if args.dry:
         return
-    env = begin(command, env)
+    env = begin_start(command, env)
     if place.scheduler == "SLURM" and starts_on_nodes:
         env = {name: value for name, value in env.items()
                if name.startswith(KEPT) or not name.startswith("SLURM_")}

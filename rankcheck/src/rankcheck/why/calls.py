@@ -26,9 +26,9 @@ if TYPE_CHECKING:  # importing it takes longer than all else here
 
     from .process_record import Call, CallPlace
 
-    Dump = Callable[..., Any]  # a function of PyTorch's
+    ReadDump = Callable[..., Any]  # a function of PyTorch's
 
-KEPT = 2000  # collectives
+KEPT_CALLS = 2000  # collectives
 # What is recorded of MPI's communicators. In these, one rank has what all
 # others get, or the reverse: the place of `root` among the arguments
 ROOTS = {"Bcast": 1, "bcast": 1, "Gather": 2, "Gatherv": 2, "gather": 1,
@@ -48,8 +48,8 @@ MESSAGES = {"Create_group": None, "Probe": 0, "Recv": 1, "Send": 1,
             "Sendrecv": None, "Ssend": 1, "probe": 0, "recv": 1, "send": 1,
             "sendrecv": None, "ssend": 1}
 
-# As `read_record` returns them
-mpi_calls: collections.deque[Call] = collections.deque(maxlen=KEPT)
+# As `read_calls` returns them
+mpi_calls: collections.deque[Call] = collections.deque(maxlen=KEPT_CALLS)
 mpi_messages: collections.deque[Call] = collections.deque(maxlen=1)
 
 
@@ -59,7 +59,7 @@ def find_sources() -> sources.Sources:
                            os.environ.get("RANKCHECK_LIBRARY", ""))
 
 
-def find_dumps(suffix: str = "") -> list[Dump]:
+def find_dumps(suffix: str = "") -> list[ReadDump]:
     """Return PyTorch's functions for its flight record, and NCCL's if it is
     there.
 
@@ -73,7 +73,7 @@ def find_dumps(suffix: str = "") -> list[Dump]:
     return [getattr(c10d, name) for name in names if hasattr(c10d, name)]
 
 
-def read_dump(dump: Dump, lines: bool) -> Any:
+def read_flight_record(dump: ReadDump, lines: bool) -> Any:
     """Return what PyTorch's flight record holds.
 
     For its lines PyTorch asks torch for _inductor, which imports it: that
@@ -99,7 +99,7 @@ def read_dump(dump: Dump, lines: bool) -> Any:
         torch.__getattr__ = load
 
 
-def read_record(lines: bool) -> list[Call]:
+def read_calls(lines: bool) -> list[Call]:
     """Return the last collectives, oldest first, of PyTorch's record and of
     ours.
 
@@ -110,12 +110,12 @@ def read_record(lines: bool) -> list[Call]:
     groups = find_groups() if dumps else {}
     records = []
     for dump in dumps:
-        entries = read_dump(dump, lines).get("entries", [])
+        entries = read_flight_record(dump, lines).get("entries", [])
         records.append([describe_entry(entry, groups, torch, owners)
                         for entry in entries])
     # each is in order, also where the clock was set back meanwhile
     return [*heapq.merge([call.copy() for call in list(mpi_calls)], *records,
-                         key=lambda call: call["time"])][-KEPT:]
+                         key=lambda call: call["time"])][-KEPT_CALLS:]
 
 
 def find_groups() -> dict[str, list[int]]:
@@ -155,7 +155,7 @@ def pack_groups(entries: list[Call]) -> dict[str, list[int]]:
     """Let calls name their group, in place of its ranks.
 
     Args:
-        entries: calls as `read_record` returns them; they are changed.
+        entries: calls as `read_calls` returns them; they are changed.
 
     Returns:
         The ranks of each group, by that name. Thousands of calls share a
@@ -219,7 +219,7 @@ def find_switched_off() -> str:
     return ""
 
 
-def progress() -> list[str]:
+def describe_progress() -> list[str]:
     """Return how many collectives each group has begun and ended, as text."""
     own = str([*mpi_messages, *list(mpi_calls)[-1:]])
     return [own, *[dump(False) for dump in find_dumps("_json")]]
@@ -253,7 +253,7 @@ def record_mpi(MPI: Any, on_abort: Callable[[int], None]) -> None:
                 return getattr(kind, name)(self, *args, **options)
             self.recorded += counts
             number = self.recorded
-            entry = describe_call(self, name, args, options)
+            entry = describe_mpi_call(self, name, args, options)
             calls.append(entry)
             result = getattr(kind, name)(self, *args, **options)
             entry["waits"] = False
@@ -325,9 +325,9 @@ def find_argument(args: tuple[Any, ...], options: dict[str, Any], place: int,
     return default
 
 
-def describe_call(comm: Any, name: str, args: tuple[Any, ...],
-                  options: dict[str, Any]) -> Call:
-    """Return what `read_record` says of a call that is being made; of an
+def describe_mpi_call(comm: Any, name: str, args: tuple[Any, ...],
+                      options: dict[str, Any]) -> Call:
+    """Return what `read_calls` says of a call that is being made; of an
     array its shape and type.
 
     To be called by the method itself: the frames above that are the stack.

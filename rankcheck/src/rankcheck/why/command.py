@@ -20,20 +20,20 @@ from rankcheck.system.errors import UserError
 from rankcheck.why import dumps, evidence, hang, start
 from rankcheck.why.job_report import (
     JobReport,
-    describe_group,
     describe_missing,
+    describe_ranks,
     describe_stacks,
     group_equal,
     name_job,
-    order,
     report_job,
+    sort_reports,
     to_json,
 )
 from rankcheck.why.ranks import Rank, RankNumbers
 
 SCHEMA = 3  # of --json: another number if a field changes or goes
 TIMED = 4  # ranks of which the lines are told that take the time
-BETWEEN = 5  # seconds between two samples
+SAMPLE_INTERVAL = 5  # seconds between two samples
 
 
 def add_arguments(parser: Parser) -> None:
@@ -51,11 +51,11 @@ def add_arguments(parser: Parser) -> None:
                         "run this once, when no rank has made progress for "
                         "the time of --hang-after; {} in it is the folder")
     parser.add_argument("--hang-after", type=float, metavar="SECONDS",
-                        default=hang.PATIENCE, help="for --on-hang "
+                        default=hang.HANG_SECONDS, help="for --on-hang "
                         "(%(default)s)")
 
 
-RUNS = Path("runs")  # where a job's folder is looked for by its number
+RUNS_FOLDER = Path("runs")  # where a job's folder is looked for by its number
 
 
 def describe_nothing(folder: Path) -> str:
@@ -81,12 +81,12 @@ class Request:
     target: str | None
     as_json: bool = False
     stacks: bool = False
-    runs: Path = RUNS
+    runs: Path = RUNS_FOLDER
     describe_run: Callable[[Path], str] = describe_nothing
     explain_speed: Callable[[Path], Iterable[str]] = explain_nothing
 
 
-def main(args: Namespace, runs: Path = RUNS,
+def main(args: Namespace, runs: Path = RUNS_FOLDER,
          describe_run: Callable[[Path], str] = describe_nothing,
          explain_speed: Callable[[Path], Iterable[str]] = explain_nothing
          ) -> int:
@@ -104,11 +104,11 @@ def main(args: Namespace, runs: Path = RUNS,
                 start_monitor = partial(
                     hang.start_monitor, command=args.on_hang,
                     seconds=args.hang_after)
-            start.run(args.flags, start_monitor)
+            start.exec_command(args.flags, start_monitor)
         if given.get("on_hang") is not None:
             raise UserError("--on-hang belongs to a start: rankcheck why run "
                             "--on-hang COMMAND -- torchrun ...")
-        return why(Request(
+        return answer_request(Request(
             args.job, given.get("json", False), given.get("stacks", False),
             runs, describe_run, explain_speed))
     except UserError as error:
@@ -116,14 +116,14 @@ def main(args: Namespace, runs: Path = RUNS,
             candidates = []
             if isinstance(error, evidence.Ambiguous):
                 candidates = [asdict(one) for one in error.candidates]
-            print_document({"status": 2, "error": str(error),
-                            "candidates": candidates})
+            print_job_document({"status": 2, "error": str(error),
+                                "candidates": candidates})
         else:
             print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def why(request: Request) -> int:
+def answer_request(request: Request) -> int:
     """Print the answer; returns the exit status, 1 if a fault is proven.
 
     Raises:
@@ -131,7 +131,7 @@ def why(request: Request) -> int:
     """
     target = request.target
     try:
-        folder = evidence.find(target, request.runs)
+        folder = evidence.find_evidence(target, request.runs)
     except UserError:  # flight-recorder dumps may be all that there is
         files = dumps.find_files(target) if target else {}
         if not files:
@@ -150,17 +150,17 @@ def why(request: Request) -> int:
     if found.refused and any(rank.alive is not False and not rank.ended
                              for rank in found.ranks):
         raise UserError(say_refused(folder, found))
-    reports = order([
+    reports = sort_reports([
         report_job(ranks, partial(sample_again, folder, ranks))
         for ranks in found.jobs], begun.token if begun else None)
     status = int(any(one.is_fault for one in reports))
     if request.as_json:
         first, *others = [to_json(one, request.stacks) for one in reports]
-        print_document({
+        print_job_document({
             "status": status, "folder": str(folder),
             "command": find_command(reports[0], commands), **first,
             "other_jobs": others,
-            "slurm": evidence.ask_about(name)})
+            "slurm": evidence.ask_about_job(name)})
         return status
     if len(reports) == 1:
         print_report(reports[0], request, folder)
@@ -169,16 +169,17 @@ def why(request: Request) -> int:
     if not all(one.runs for one in reports):
         print_outputs(starts, found.jobs)
     if reports[0].finding.kind in ("", "straggler"):
-        for line in request.explain_speed(find_place(request, folder)):
+        for line in request.explain_speed(find_run_folder(request, folder)):
             print(line)
     return status
 
 
 def answer_dumps(files: dict[int, Path], request: Request) -> int:
     """Print what flight-recorder dumps show; returns the exit status."""
-    read = [dumps.read_dump(rank, file) for rank, file in files.items()]
+    read = [dumps.load_dump(rank, file) for rank, file in files.items()]
     folder = read[0].file.parent
-    findings = sorted(dumps.judge(read), key=lambda found: not found.kind)
+    findings = sorted(dumps.judge_dumps(read),
+                      key=lambda found: not found.kind)
     status = int(any(found.kind for found in findings))
     if request.as_json:
         document: dict[str, Any] = {
@@ -188,7 +189,7 @@ def answer_dumps(files: dict[int, Path], request: Request) -> int:
             document |= {"kind": first.kind, "verdict": first.verdict,
                          "text": first.text, "fix": first.fix_text,
                          "blamed": [*first.ranks]}
-        print_document(document)
+        print_job_document(document)
         return status
     print(f"{len(read)} flight-recorder dumps, of {RankNumbers(files)}: "
           f"{folder}")
@@ -220,7 +221,7 @@ def find_command(found: JobReport,
     return commands.get(found.token)
 
 
-def print_document(fields: dict[str, Any]) -> None:
+def print_job_document(fields: dict[str, Any]) -> None:
     """Print one JSON document, with all fields: what is not known is null."""
     document = dict.fromkeys((
         "schema", "status", "error", "folder", "command", "kind", "verdict",
@@ -265,7 +266,7 @@ def print_outputs(starts: list[start.Start], found: list[list[Rank]]) -> None:
             print(f"  {output}")
 
 
-def find_place(request: Request, folder: Path) -> Path:
+def find_run_folder(request: Request, folder: Path) -> Path:
     """Return the run's folder: the evidence is in RUN/why or in
     RUN/why/JOB-START.
     """
@@ -301,13 +302,13 @@ def print_reports(reports: list[JobReport], request: Request, folder: Path,
 def print_report(found: JobReport, request: Request, folder: Path) -> None:
     finding = found.finding
     print_finding(finding)
-    for line in evidence.ask_about(request.target or str(folder)):
+    for line in evidence.ask_about_job(request.target or str(folder)):
         print(f"  SLURM: {line}")
-    about = request.describe_run(find_place(request, folder))
+    about = request.describe_run(find_run_folder(request, folder))
     if about:
         print(f"  {about}")
     for group in group_equal(found.ranks):
-        print(f"  {describe_group(group)}")
+        print(f"  {describe_ranks(group)}")
     missing = describe_missing(found)
     if missing:
         print(f"  {missing}")
@@ -321,7 +322,7 @@ def print_report(found: JobReport, request: Request, folder: Path) -> None:
 
 def sample_again(folder: Path, ranks: list[Rank]) -> list[Rank]:
     """Return the ranks of the same job, sampled again some seconds later."""
-    time.sleep(BETWEEN)
+    time.sleep(SAMPLE_INTERVAL)
     first = {(rank.host, rank.pid) for rank in ranks}
     for later in evidence.gather(folder).jobs:
         if first & {(rank.host, rank.pid) for rank in later}:

@@ -22,10 +22,10 @@ from rankcheck.why.ranks import (
     main_thread,
 )
 
-MOST = 16  # ranks of a group that are named
+MOST_NAMED = 16  # ranks of a group that are named
 
 
-def with_status(ranks: Iterable[Rank]) -> str:
+def describe_status(ranks: Iterable[Rank]) -> str:
     """Return how these have ended; unknown after `raise SystemExit`."""
     if all((rank.ended or {}).get("status") == 0 for rank in ranks):
         return "with status 0"
@@ -73,12 +73,12 @@ def describe_group(call: Call, world_size: int | None) -> str:
     """Return a group's name, with its ranks unless these are all or too many.
     """
     ranks = call["group"] or []
-    if len(ranks) == world_size or len(ranks) > MOST:
+    if len(ranks) == world_size or len(ranks) > MOST_NAMED:
         return call["name"]
     return f"{call['name']} (ranks {', '.join(map(str, ranks))})"
 
 
-def describe_error(rank: Rank) -> str:
+def describe_rank_error(rank: Rank) -> str:
     """Return with which error or status it ended, where, and the errors that
     followed.
     """
@@ -107,19 +107,19 @@ def describe_error(rank: Rank) -> str:
     return text
 
 
-def describe(rank: Rank) -> str:
+def describe_rank(rank: Rank) -> str:
     """Return where a rank is, since when, and whether it waits or works."""
     if rank.is_unresponsive:
         return f"has not answered since {rank.last_report}"
     if rank.ending == "done":
-        text = f"ended {with_status([rank])}"
+        text = f"ended {describe_status([rank])}"
         if rank.alive:
             text += "; the process still runs"
         return text
     if rank.ending == "error":
-        return f"ended{describe_error(rank)}"
+        return f"ended{describe_rank_error(rank)}"
     if rank.ending == "lost":
-        return f"lost the other ranks{describe_error(rank)}"
+        return f"lost the other ranks{describe_rank_error(rank)}"
     if rank.ending == "stopped":
         where = re.sub("^waits", "waiting",
                        describe_place(rank).removeprefix("is "))
@@ -276,7 +276,7 @@ def describe_each(ranks: Iterable[Rank]) -> str:
     """Describe several, with those together of which it is the same."""
     groups: defaultdict[str, RankList] = defaultdict(RankList)
     for rank in ranks:
-        groups[describe(rank)].append(rank)
+        groups[describe_rank(rank)].append(rank)
     texts = []
     for text, members in groups.items():
         verb, rest = text.split(" ", 1)
@@ -295,7 +295,7 @@ def say_places(ranks: Sequence[Rank]) -> str:
         f"{members} in {place}" for place, members in places.items())
 
 
-def report(job: Job) -> Finding:
+def report_observations(job: Job) -> Finding:
     """Return what is seen of them, where no fault is proven."""
     awaited = job.select(lambda rank: not rank.waits and any(
         rank in job.waits_for(other) for other in job.waiting))
@@ -342,7 +342,7 @@ def describe_job(job: Job, awaited: RankList) -> str:
                 f"{job.joining[0].idle_seconds:.0f} s")
     if len(job.by_ending["done"]) == len(job.ranks):
         subject = f"{job.ranks:has}" if unseen else "all ranks have"
-        return f"{subject} ended {with_status(job.ranks)}"
+        return f"{subject} ended {describe_status(job.ranks)}"
     if all(rank.runs and not rank.is_unresponsive
            and rank.idle_seconds < SOON for rank in job.ranks):
         return f"every rank made progress in the last {SOON} s"

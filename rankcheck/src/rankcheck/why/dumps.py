@@ -43,7 +43,7 @@ class _NoClasses(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-class Group(NamedTuple):
+class DumpedGroup(NamedTuple):
     """A process group; other ranks may have another one of the same name.
 
     Attributes:
@@ -64,7 +64,7 @@ class DumpedCall:
         line: FILE, line N; "" if the dump has no stacks.
     """
 
-    group: Group
+    group: DumpedGroup
     number: int
     operation: str
     inputs: str
@@ -128,7 +128,7 @@ def _is_pickle(file: Path) -> bool:
         return False
 
 
-def read_dump(rank: int, file: Path) -> Dump:
+def load_dump(rank: int, file: Path) -> Dump:
     """Read one file.
 
     Raises:
@@ -161,7 +161,7 @@ def _read_call(entry: dict[str, Any],
     if message:
         name, peer = message[1], int(message[3])
     return DumpedCall(
-        group=Group(group, members.get(group)),
+        group=DumpedGroup(group, members.get(group)),
         number=entry["collective_seq_id"],
         operation=name, inputs=str(entry["input_sizes"]),
         outputs=str(entry["output_sizes"]),
@@ -183,7 +183,7 @@ def _find_line(frames: Iterable[dict[str, Any]]) -> str:
 # ------------------------------------------------------------------- judging
 
 
-def judge(dumps: list[Dump]) -> list[Finding]:
+def judge_dumps(dumps: list[Dump]) -> list[Finding]:
     """Say what each group's dumps show; nothing of one where nothing waits.
 
     Its verdict is "FAIL", with a kind, only for what the dumps prove. They may
@@ -228,7 +228,7 @@ def judge_collectives(group: str, members: tuple[int, ...] | None,
     for number in range(max(begins), max(ends) + 1):
         present = {rank: own[number] for rank, own in numbered.items()
                    if number in own}
-        found = find_mismatch(group, number, present)
+        found = find_odd_ranks(group, number, present)
         if found is not None:
             return found
         if all(call.is_over for call in present.values()):
@@ -251,8 +251,8 @@ def judge_collectives(group: str, members: tuple[int, ...] | None,
     else:
         text += (f"all of {RankNumbers(members)} have called it, and their "
                  "calls do not differ")
-    return show(text, "a rank that came to it late, or has ended since (its "
-                "log); the network: NCCL_DEBUG=INFO")
+    return observe(text, "a rank that came to it late, or has ended since "
+                   "(its log); the network: NCCL_DEBUG=INFO")
 
 
 def number_calls(calls: list[DumpedCall]) -> dict[int, DumpedCall]:
@@ -271,8 +271,8 @@ def number_calls(calls: list[DumpedCall]) -> dict[int, DumpedCall]:
     return numbered
 
 
-def find_mismatch(group: str, number: int,
-                  present: dict[int, DumpedCall]) -> Finding | None:
+def find_odd_ranks(group: str, number: int,
+                   present: dict[int, DumpedCall]) -> Finding | None:
     """Name the ranks whose call with this number differs from most ranks'.
 
     Of two halves, the one with the lowest rank counts as most.
@@ -328,9 +328,9 @@ def describe_absent(group: str, number: int, members: list[int],
             texts.append(f"rank {rank} has called none of this group")
     if silent:
         texts.append(f"{silent:has} left no dump")
-    return show("; ".join(texts), "where these ranks are or how they ended: "
-                "their log, a branch that they do not take, or py-spy if they "
-                "still run", absent)
+    return observe("; ".join(texts), "where these ranks are or how they "
+                   "ended: their log, a branch that they do not take, or "
+                   "py-spy if they still run", absent)
 
 
 def judge_messages(group: str, members: tuple[int, ...],
@@ -361,8 +361,8 @@ def judge_messages(group: str, members: tuple[int, ...],
         if of_peer:
             text += (f", which waits in {of_peer[0].operation}"
                      f"{of_peer[0].place}")
-        return show(text, "match each send with one recv on the other rank, "
-                    "in the same order", [peer])
+        return observe(text, "match each send with one recv on the other "
+                       "rank, in the same order", [peer])
     return None
 
 
@@ -376,6 +376,6 @@ def name_peer(call: DumpedCall, members: tuple[int, ...]) -> int:
     return call.peer
 
 
-def show(text: str, fix: str, ranks: list[int] | None = None) -> Finding:
+def observe(text: str, fix: str, ranks: list[int] | None = None) -> Finding:
     """Return what is seen, and proves no fault."""
     return Finding("ok", [text], [fix], ranks=ranks or [])

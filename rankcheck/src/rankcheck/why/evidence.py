@@ -21,11 +21,11 @@ from rankcheck.system.hook import HOOK
 from rankcheck.why import calls, jobs, start, watcher
 from rankcheck.why.process_record import Ended, Identity, ProcessRecord
 from rankcheck.why.ranks import Rank
-from rankcheck.why.start import SAID, Start
+from rankcheck.why.start import START_LINE, Start
 
-ANSWER = 12  # seconds that the ranks have to answer
+ANSWER_SECONDS = 12  # seconds that the ranks have to answer
 # Of records that can be read
-FORMATS = (watcher.FORMAT, "rankcheck 4", "rankcheck 3")
+FORMATS = (watcher.RECORD_FORMAT, "rankcheck 4", "rankcheck 3")
 # Keys of the formats before today's -> today's
 RENAMED = {"looks": "stack_samples", "still": "idle_seconds",
            "stays": "line_seconds", "over": "script_ended"}
@@ -34,13 +34,14 @@ PY_SPY = ("while it runs, `py-spy dump --subprocesses --pid PID` shows the "
           "lines of its processes")
 JOB = re.compile(r"\d+(_\d+)?")  # 12_3 is an element of SLURM's array 12
 # Lines of a launcher's output that say nothing of the script
-PYTHON = re.compile(r"python[0-9.]*")
+PYTHON_NAME = re.compile(r"python[0-9.]*")
 IGNORES = re.compile("-[a-zA-Z]*[IES][a-zA-Z]*")
 UNWATCHED = ("look for ranks that run without the hook: a job script that "
              "resets PYTHONPATH, `env -i`, sudo, ssh, a container, "
              "--export=NONE, Python's options -I, -E and -S; or an import "
              "that fails, or a launcher that has not started them")
-OWN = re.compile("^frame #|/distributed/elastic/|<omitting python frames>")
+LAUNCHER_LINE = re.compile(
+    "^frame #|/distributed/elastic/|<omitting python frames>")
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,14 @@ def describe_candidate(candidate: Start | Path) -> Candidate:
         f"started at {clock})")
 
 
-def find_last(env: Mapping[str, str]) -> Path:
+def find_last_evidence(env: Mapping[str, str]) -> Path:
     """Return the folder of what was started last.
 
     Raises:
         Ambiguous: if each of several may be meant.
         UserError: if there is none.
     """
-    starts = start.find_last(env)
+    starts = start.find_last_starts(env)
     found: list[Start | Path] = [*starts]
     named = start.find_named(env)
     if named and named not in {one.folder for one in starts} and (
@@ -108,7 +109,7 @@ def find_last(env: Mapping[str, str]) -> Path:
     return folder
 
 
-def find(target: str | None, runs: Path) -> Path:
+def find_evidence(target: str | None, runs: Path) -> Path:
     """Return the folder with the evidence.
 
     Args:
@@ -119,7 +120,7 @@ def find(target: str | None, runs: Path) -> Path:
         UserError: if there is none.
     """
     if target is None:
-        return find_last(os.environ)
+        return find_last_evidence(os.environ)
     number = target.partition(".")[0]  # PBS's jobs are 123.server
     is_job = JOB.fullmatch(number)
     require(is_job or Path(target).is_dir(), f"{target}: no such folder; fix: "
@@ -133,7 +134,7 @@ def find(target: str | None, runs: Path) -> Path:
     for place in places:
         for inside in ("", "why/", "why/*/"):
             files += place.glob(f"{inside}*-[0-9]*.json")
-            files += place.glob(f"{inside}*{watcher.BEGIN}")
+            files += place.glob(f"{inside}*{watcher.START_SUFFIX}")
     require(files, f"{target}: no rank left a record there; fix: name the "
             "folder that the job's output names, or none for the last start; "
             f"if nothing was recorded, {HOW}; {PY_SPY}")
@@ -144,33 +145,33 @@ def find_starts_of(number: str) -> list[Path]:
     """Return the folders of `why run` of which a rank was in this job of
     SLURM's.
     """
-    place = watcher.STARTS.index("SLURM_JOB_ID")
+    place = watcher.JOB_VARIABLES.index("SLURM_JOB_ID")
     found = []
-    for folder in sorted(start.STARTS.glob("*/")):
+    for folder in sorted(start.STARTS_FOLDER.glob("*/")):
         for file in sorted(folder.glob("*-[0-9]*.json"))[:3]:
-            values = read_json(file).get("start") or []
+            values = read_object(file).get("start") or []
             if values[place:place + 1] == [number]:
                 found.append(folder)
                 break
     return found
 
 
-def ask_about(target: str) -> list[str]:
+def ask_about_job(target: str) -> list[str]:
     """Return what SLURM says of a job and its steps, a line each; [] without
     one.
     """
     if not JOB.fullmatch(target):
         return []
     fields = "JobID,State,ExitCode,MaxRSS,NodeList"
-    lines = ask_slurm("sacct", "-n", "-P", "-j", target, "-o", fields)
+    lines = run_slurm_command("sacct", "-n", "-P", "-j", target, "-o", fields)
     if not lines.strip():  # a cluster without accounts
-        text = ask_slurm("scontrol", "-o", "show", "job", target)
+        text = run_slurm_command("scontrol", "-o", "show", "job", target)
         lines = " ".join(re.findall(
             r"(?:JobState|Reason|ExitCode|NodeList)=\S+", text))
     return lines.replace("|", " ").splitlines()
 
 
-def ask_slurm(*command: str) -> str:
+def run_slurm_command(*command: str) -> str:
     """Return what a command of SLURM prints; "" where it is not installed."""
     try:
         return subprocess.run(command, capture_output=True, text=True,
@@ -195,10 +196,10 @@ def read_output(begun: Start) -> bytes | None:
             text = log.read()
     except OSError:
         return None
-    line = f"{SAID}{shlex.quote(begun.folder)}\n".encode()
+    line = f"{START_LINE}{shlex.quote(begun.folder)}\n".encode()
     if not text.startswith(line):
         return None
-    return text[len(line):].partition(SAID.encode())[0]
+    return text[len(line):].partition(START_LINE.encode())[0]
 
 
 def say_output(begun: Start) -> str:
@@ -223,7 +224,7 @@ def cut_output(output: bytes, lines: int = 6) -> str:
     if "torch/distributed/run.py" in last:
         text = before
     kept = [line[:200] for line in text.splitlines()
-            if line.strip() and not OWN.search(line)]
+            if line.strip() and not LAUNCHER_LINE.search(line)]
     return "\n".join(f"  {line}" for line in kept[-lines:])
 
 
@@ -234,7 +235,7 @@ def say_begin(folder: Path) -> str:
     starts = start.starts_of(folder)
     texts = []
     for file in folder.glob("*.exits"):
-        error = read_json(file).get("launcher")
+        error = read_object(file).get("launcher")
         if error is not None:
             texts.append(f"{error['error']}: {error['message'].strip()}")
     begun = starts[-1] if starts else None
@@ -262,7 +263,7 @@ def say_unwatched(pid: int) -> str:
     it is another program.
     """
     command = [word for word in proc.read_command(pid) if word]
-    if not command or not PYTHON.fullmatch(os.path.basename(command[0])):
+    if not command or not PYTHON_NAME.fullmatch(os.path.basename(command[0])):
         return ""
     given = proc.read_variables(pid)
     if given is None:  # it has ended, or is another user's
@@ -272,7 +273,7 @@ def say_unwatched(pid: int) -> str:
              if place.endswith("/rankcheck/system/hook")]
     ignores = [word for word in command[1:2] if IGNORES.fullmatch(word)]
     name = f"process {pid} ({shlex.join(command)[:100]}) is not watched: "
-    if not variables.get(watcher.FOLDER):
+    if not variables.get(watcher.FOLDER_VARIABLE):
         return name + ("the variable RANKCHECK_WHY is not set; fix: look for "
                        "`env -i`, sudo, ssh, a container, --export=NONE")
     if not hooks:
@@ -309,7 +310,7 @@ def collect(folder: Path) -> list[Rank]:
 
 def gather(folder: Path) -> Evidence:
     """Ask all ranks that may run, and read what there is of each job."""
-    records, request, refused = read(folder), "no request", ""
+    records, request, refused = read_records(folder), "no request", ""
     if any(lives(record) is not False for record in records):
         try:
             request = watcher.add_request(folder / "ask")
@@ -323,7 +324,7 @@ def gather(folder: Path) -> Evidence:
     starts = start.starts_of(folder)
     last = starts[-1].token if starts else None
     found = [make_ranks(folder, job, request)
-             for job in jobs.choose(jobs.split(records), last)]
+             for job in jobs.choose_current(jobs.split_jobs(records), last)]
     gathered = Evidence(found, refused)
     add_nested(gathered.ranks, nested, request)
     return gathered
@@ -333,14 +334,14 @@ def wait_for_answers(folder: Path, records: list[ProcessRecord],
                      request: str) -> list[ProcessRecord]:
     """Return the records, once all ranks have answered, or had their time to.
     """
-    end = time.monotonic() + ANSWER
+    end = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < end and any(
             record["answers"] and not record["ended"]
             and lives(record) is not False
             and not (request in record["asked"] and "stack_samples" in record)
             for record in records):
         time.sleep(0.5)
-        records = read(folder)
+        records = read_records(folder)
     return records
 
 
@@ -409,15 +410,16 @@ def add_nested(ranks: list[Rank], nested: list[ProcessRecord],
             Rank(one, True, request in one["asked"]) for one in started]
 
 
-def read(folder: Path) -> list[ProcessRecord]:
+def read_records(folder: Path) -> list[ProcessRecord]:
     """Return the records of all processes, with how they ended."""
     found = []
     for file in folder.glob("*-*.json"):
-        record = read_json(file)
+        record = read_object(file)
         if record.get("format") not in FORMATS:
             continue
         rename_keys(record)
-        ended = record["ended"] or read_json(file.with_suffix(".end")) or None
+        end = file.with_suffix(".end")
+        ended = record["ended"] or read_object(end) or None
         calls.unpack_groups(record)
         record.update(ended=ended, process=file.stem)
         found.append(cast(ProcessRecord, record))
@@ -431,7 +433,7 @@ def rename_keys(record: dict[str, Any]) -> None:
             record[now] = record.pop(before)
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
     """Return the dictionary in a file, {} if it holds something else."""
     try:
         value = json.loads(read_regular(file))
@@ -460,7 +462,7 @@ def add_exits(folder: Path,
         name, _, space = file.stem.partition("@")
         host, _, number = name.rpartition("-")
         launcher = Launcher(host, number, space)
-        for pid, entry in read_json(file).items():
+        for pid, entry in read_object(file).items():
             if not isinstance(entry, dict) or entry.get("time", 0) + 1 < began:
                 continue  # somebody's own file, or of an earlier start
             if pid == "launcher" and entry["signal"]:

@@ -26,9 +26,10 @@ from rankcheck.system.errors import UserError, require
 from rankcheck.why import evidence
 from rankcheck.why.ranks import Rank
 
-PATIENCE = 600.0  # seconds without progress, after which a job hangs
-POLL = 5  # seconds between two looks at what the ranks have written
-LOG = "on-hang-{}.log"  # what the command prints; it is there once it began
+HANG_SECONDS = 600.0  # seconds without progress, after which a job hangs
+POLL_SECONDS = 5  # seconds between two looks at what the ranks have written
+# what the command prints; it is there once it began
+LOG_NAME = "on-hang-{}.log"
 
 
 @dataclass(frozen=True)
@@ -114,17 +115,17 @@ def become_monitor(job: int, owner: int, middle: int, writer: int,
         os.closerange(job + 1, 1 << 16)
         for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
             signal.signal(number, signal.SIG_DFL)
-        watch(job, task)
+        watch_job(job, task)
     os._exit(0)
 
 
-def watch(job: int, task: Task) -> None:
+def watch_job(job: int, task: Task) -> None:
     """Run the command when the job hangs; return then, or when it ends."""
     ended = select.poll()
     ended.register(job, select.POLLIN)
     requests = ""
     quiet_since: float | None = None
-    while not ended.poll(1000 * POLL):
+    while not ended.poll(1000 * POLL_SECONDS):
         before, requests = requests, proc.read_text(task.folder / "ask")
         if requests != before:  # then a rank has stood still, or somebody asks
             quiet_since = find_quiet(task.folder)
@@ -145,7 +146,7 @@ def find_quiet(folder: Path) -> float | None:
     written, in seconds since 1970; None if none is there that runs.
     """
     since = [record["written"] - record["idle_seconds"]
-             for record in evidence.read(folder)
+             for record in evidence.read_records(folder)
              if not record["ended"] and evidence.lives(record) is not False]
     return max(since, default=None)
 
@@ -177,7 +178,7 @@ def is_idle(rank: Rank, requests: str, seconds: float) -> bool:
 def run_command(task: Task, ranks: list[Rank]) -> None:
     """Run it, unless the monitor of another node has done so."""
     began = min(rank.began for rank in ranks)  # for all monitors the same
-    log = task.folder / LOG.format(f"{began:.3f}")
+    log = task.folder / LOG_NAME.format(f"{began:.3f}")
     try:
         output = open(log, "xb")
     except OSError:  # it is there, or nobody can write there

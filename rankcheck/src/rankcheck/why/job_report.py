@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankcheck.engine.findings import Finding
-from rankcheck.why.describe import describe
+from rankcheck.why.describe import describe_rank
 from rankcheck.why.evidence import UNWATCHED
 from rankcheck.why.judge import diagnose
 from rankcheck.why.process_record import Call, Ended
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 HOSTS = 4  # named in a line
 # What differs between ranks that do the same: seconds, clocks, PIDs
-DIFFERS = re.compile(r"(?<= for )\d+(?= s\b)|\b\d+(?= s so far\b)"
+VARYING = re.compile(r"(?<= for )\d+(?= s\b)|\b\d+(?= s so far\b)"
                      r"|\b\d\d:\d\d:\d\d\b"
                      r"|(?<=process )\d+(?= \()")
 
@@ -66,7 +66,8 @@ def report_job(ranks: list[Rank],
     return JobReport(ranks, diagnose(ranks, sample_again))
 
 
-def order(reports: list[JobReport], last_start: str | None) -> list[JobReport]:
+def sort_reports(reports: list[JobReport],
+                 last_start: str | None) -> list[JobReport]:
     """Return what matters most first: a proven fault, then what is of the
     last start, then what runs, then what began last.
 
@@ -105,16 +106,16 @@ def join_hosts(ranks: list[Rank]) -> str:
 
 
 def merge_texts(texts: list[str]) -> str:
-    """Return one text for texts that are equal but for what `DIFFERS`."""
+    """Return one text for texts that differ only where `VARYING` matches."""
     values: list[tuple[str, ...]] = [
-        *zip(*map(DIFFERS.findall, texts), strict=False)]
+        *zip(*map(VARYING.findall, texts), strict=False)]
 
     def merge(_: re.Match[str]) -> str:
         found = values.pop(0)
         first, last = min(found, key=sort_key), max(found, key=sort_key)
         return first if first == last else f"{first}-{last}"
 
-    return DIFFERS.sub(merge, texts[0])
+    return VARYING.sub(merge, texts[0])
 
 
 def sort_key(text: str) -> tuple[int, str]:
@@ -129,15 +130,15 @@ def group_equal(ranks: list[Rank]) -> list[list[Rank]]:
         defaultdict(list))
     for rank in ranks:
         number = rank.calls[-1]["number"] if rank.calls else None
-        groups[number, DIFFERS.sub("", describe(rank))].append(rank)
+        groups[number, VARYING.sub("", describe_rank(rank))].append(rank)
     return [*groups.values()]
 
 
-def describe_group(ranks: list[Rank]) -> str:
+def describe_ranks(ranks: list[Rank]) -> str:
     """Return a line of the table, of a rank or of several that do the same.
     """
     first = ranks[0]
-    text = merge_texts([describe(rank) for rank in ranks])
+    text = merge_texts([describe_rank(rank) for rank in ranks])
     line = (f"{join_ranks([rank.rank for rank in ranks])} on "
             f"{join_hosts(ranks)}")
     if len(ranks) == 1:
@@ -181,9 +182,9 @@ def describe_stacks(ranks: list[Rank]) -> list[str]:
     groups: defaultdict[tuple[str, tuple[Any, ...]], list[Rank]] = (
         defaultdict(list))
     for rank in ranks:
-        groups["main thread", freeze(rank.stack)].append(rank)
+        groups["main thread", freeze_stack(rank.stack)].append(rank)
         for thread in rank.other_threads:
-            key = f"thread {thread.name}", freeze(thread.stack)
+            key = f"thread {thread.name}", freeze_stack(thread.stack)
             groups[key].append(rank)
     lines = []
     for (name, stack), members in groups.items():
@@ -196,7 +197,7 @@ def describe_stacks(ranks: list[Rank]) -> list[str]:
     return lines
 
 
-def freeze(stack: Stack) -> tuple[Any, ...]:
+def freeze_stack(stack: Stack) -> tuple[Any, ...]:
     """Return a stack as a key of a dictionary."""
     return tuple(tuple(frame) for frame in stack)
 
@@ -230,7 +231,7 @@ def rank_to_json(rank: Rank, stacks: bool) -> dict[str, Any]:
         "state": rank.ending, "answers": not rank.is_unresponsive,
         "seconds": round(rank.idle_seconds, 1) if rank.runs else None,
         "place": place, "collective": last, "waits": wait_to_json(rank),
-        "error": error_to_json(rank), "text": describe(rank)}
+        "error": error_to_json(rank), "text": describe_rank(rank)}
     if stacks:
         document["stack"] = [[*frame] for frame in rank.stack]
         document["threads"] = [

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from rankcheck.why.process_record import Identity, ProcessRecord
 
-NAMES = ("run", "restart", "slurm_job", "slurm_step", "pmix", "address",
-         "port", "world_size")  # of what is in a record's "start"
+LAUNCH_NAMES = ("run", "restart", "slurm_job", "slurm_step", "pmix", "address",
+                "port", "world_size")  # of what is in a record's "start"
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Parent:
     pid: int
 
 
-def read_start(record: ProcessRecord) -> dict[str, str | None]:
-    """Return what the launcher has told the process, by `NAMES`."""
-    values: dict[str, str | None] = dict.fromkeys(NAMES)
-    values.update(zip(NAMES, record.get("start") or [], strict=False))
+def read_launch(record: ProcessRecord) -> dict[str, str | None]:
+    """Return what the launcher has told the process, by `LAUNCH_NAMES`."""
+    values: dict[str, str | None] = dict.fromkeys(LAUNCH_NAMES)
+    values.update(zip(LAUNCH_NAMES, record.get("start") or [], strict=False))
     return values
 
 
@@ -66,7 +66,7 @@ def identify_start(record: ProcessRecord) -> tuple[str | None, ...]:
     """Return what all ranks of a job have in common that is set up well, and
     as a rule no rank of another job.
     """
-    start = read_start(record)
+    start = read_launch(record)
     address = start["address"]
     if is_loopback(address):  # each machine, or network, has its own
         start["address"] = str((address, record["host"],
@@ -96,7 +96,7 @@ def excludes(earlier: ProcessRecord, later: ProcessRecord) -> bool:
     if is_before([earlier], [later]):
         return other_launcher or earlier["joined"]
     # who has been told no port may meet anywhere
-    return other_launcher and read_start(later)["port"] is None
+    return other_launcher and read_launch(later)["port"] is None
 
 
 def split_alike(records: list[ProcessRecord]) -> list[list[ProcessRecord]]:
@@ -130,7 +130,7 @@ def may_be_one(job: list[ProcessRecord], others: list[ProcessRecord]) -> bool:
         return False
     if is_before(job, others) or is_before(others, job):
         return False
-    first, second = read_start(job[0]), read_start(others[0])
+    first, second = read_launch(job[0]), read_launch(others[0])
     for name in ("run", "restart", "pmix"):
         values = {first[name], second[name]} - {None, "none"}
         if len(values) > 1:
@@ -138,7 +138,7 @@ def may_be_one(job: list[ProcessRecord], others: list[ProcessRecord]) -> bool:
     return True
 
 
-def split(records: list[ProcessRecord]) -> list[list[ProcessRecord]]:
+def split_jobs(records: list[ProcessRecord]) -> list[list[ProcessRecord]]:
     """Return the records of each job, those first that began first."""
     by_start: dict[tuple[str | None, ...], list[ProcessRecord]] = {}
     # those of which only a launcher says something
@@ -149,7 +149,7 @@ def split(records: list[ProcessRecord]) -> list[list[ProcessRecord]]:
         else:
             by_start.setdefault(identify_start(record), []).append(record)
     alike = [job for some in by_start.values() for job in split_alike(some)]
-    alike.sort(key=find_begin)
+    alike.sort(key=find_first_begin)
     jobs: list[list[ProcessRecord]] = []
     for group in alike:
         fitting = [job for job in jobs if may_be_one(job, group)]
@@ -165,11 +165,11 @@ def split(records: list[ProcessRecord]) -> list[list[ProcessRecord]]:
             jobs[0].append(record)
         else:
             jobs.append([record])
-    jobs.sort(key=find_begin)
+    jobs.sort(key=find_first_begin)
     return jobs
 
 
-def find_begin(job: list[ProcessRecord]) -> float:
+def find_first_begin(job: list[ProcessRecord]) -> float:
     """Return when the first of its ranks began."""
     return min(record["began"] for record in job)
 
@@ -177,14 +177,14 @@ def find_begin(job: list[ProcessRecord]) -> float:
 def is_followed(job: list[ProcessRecord], later: list[ProcessRecord]) -> bool:
     """Whether the same launcher has started its ranks anew."""
     same = {*map(read_parent, job)} & {*map(read_parent, later)}
-    attempts = [read_start(some[0])["restart"] for some in (job, later)]
+    attempts = [read_launch(some[0])["restart"] for some in (job, later)]
     if not same - {None} or attempts[0] == attempts[1]:
         return False
     return is_before(job, later)
 
 
-def choose(jobs: list[list[ProcessRecord]],
-           last_start: str | None = None) -> list[list[ProcessRecord]]:
+def choose_current(jobs: list[list[ProcessRecord]],
+                   last_start: str | None = None) -> list[list[ProcessRecord]]:
     """Return those of the last start, and those that were not over when its
     last job began: a folder may be used again.
 

@@ -4,7 +4,7 @@ The questions are asked in their order, causes before effects: ranks that have
 not met cannot call different collectives, and one that has ended makes others
 wait. Each is about a fault that the evidence can prove, because it excludes
 all else; its docstring is the fault's line in rankcheck/docs/why.md. If it is
-none of them, `report` says where the ranks are.
+none of them, `report_observations` says where the ranks are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rankcheck.engine.waits import find_cycle, find_stuck
 from rankcheck.system.sources import is_mpi_call
 from rankcheck.why import describe
 from rankcheck.why.ranks import (
-    PATIENCE,
+    IDLE_LIMIT,
     SOON,
     CodeLine,
     Job,
@@ -108,7 +108,7 @@ def diagnose(ranks: Sequence[Rank],
                 return diagnose(later)
         return Finding("FAIL", [diagnosis.sentence], [fix], kind=fault,
                        ranks=[*diagnosis.blamed])
-    return describe.report(job)
+    return describe.report_observations(job)
 
 
 def is_same(diagnosis: Diagnosis, later: Diagnosis | None) -> bool:
@@ -169,7 +169,7 @@ def find_different_addresses(job: Job) -> Diagnosis | None:
                                    not_joined)
     if diagnosis is None:  # two names may be of one machine: then they meet
         diagnosis = find_odd_value("MASTER_ADDR", lambda rank: rank.master[0],
-                                   not_joined, PATIENCE)
+                                   not_joined, IDLE_LIMIT)
     return diagnosis
 
 
@@ -381,7 +381,7 @@ def find_first_error(job: Job) -> Diagnosis | None:
             for rank in job.ranks):
         verb = "ended"
     blamed = RankList([first, *near])
-    texts = [f"{RankList([rank])} {verb}{describe.describe_error(rank)}"
+    texts = [f"{RankList([rank])} {verb}{describe.describe_rank_error(rank)}"
              for rank in blamed]
     others = job.ranks.without(blamed)
     if others and TRUNCATED.search(ended.get("message") or ""):
@@ -395,7 +395,7 @@ def identify_error(rank: Rank) -> str | tuple[str, CodeLine]:
     """
     error = (rank.ended or {}).get("error") or "Runtime"
     if re.search("Runtime|Dist|Connection|Pipe|EOF|Timeout|OSError", error):
-        return describe.describe_error(rank)
+        return describe.describe_rank_error(rank)
     return error, rank.place
 
 
@@ -412,8 +412,9 @@ def find_ended_early(job: Job) -> Diagnosis | None:
     if not ranks:
         return None
     others = waiters[ranks[0]]
-    return Diagnosis(ranks, f"{ranks} ended {describe.with_status(ranks)} and "
-                     f"left {others} waiting {describe.say_places(others)}")
+    return Diagnosis(
+        ranks, f"{ranks} ended {describe.describe_status(ranks)} and left "
+        f"{others} waiting {describe.say_places(others)}")
 
 
 def may_follow(other: Rank, rank: Rank) -> bool:
@@ -453,7 +454,7 @@ def find_blocked_io(job: Job) -> Diagnosis | None:
     """the kernel reports uninterruptible sleep: a disk does not answer"""
     ranks = job.select(
         lambda rank: rank.runs and rank.state == "D"
-        and rank.idle_seconds > PATIENCE and not rank.computes)
+        and rank.idle_seconds > IDLE_LIMIT and not rank.computes)
     if not ranks:
         return None
     return Diagnosis(ranks, f"{ranks} on {ranks.hosts}, in {ranks[0].place}, "

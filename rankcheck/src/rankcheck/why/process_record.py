@@ -1,9 +1,9 @@
 """The types of the record that a process writes of itself: PROCESS.json.
 
 watcher.py and calls.py write it, evidence.py reads it, ranks.py and jobs.py
-use it. `watcher.FORMAT` is the version of the format: change both together.
-Older formats lack some keys, and so does what is known of a process of which
-only a launcher says something: no key is required.
+use it. `watcher.RECORD_FORMAT` is the version of the format: change both
+together. Older formats lack some keys, and so does what is known of a process
+of which only a launcher says something: no key is required.
 
 A watched process never imports this module: watcher.py and calls.py name its
 types in annotations alone, and write lists in place of the named tuples.
@@ -118,7 +118,7 @@ class ProcessRecord(TypedDict, total=False):
     pid: int
     starter: str | None  # the PID of the rank that has started it
     began: float  # in seconds since 1970
-    start: list[str | None]  # the values of watcher.STARTS
+    start: list[str | None]  # the values of watcher.JOB_VARIABLES
     parent: int
     token: str | None  # of its `why run`
     space: str  # as proc.name_space() names it

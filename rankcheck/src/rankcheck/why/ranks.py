@@ -44,14 +44,15 @@ if TYPE_CHECKING:
     from rankcheck.system.sources import Stack
 
 SOON = 10  # seconds without a move that are worth a word
-PATIENCE = 30  # seconds without a move that are no longer normal
+IDLE_LIMIT = 30  # seconds without a move that are no longer normal
 NOTICED = 6  # seconds until an error of a script is seen, at most
 # An error of PyTorch's or MPI's own that another rank was the first to end
-LOST = re.compile(
+CONNECTION_LOST = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Rr]emote "
     r"(peer|process)|failed to (recv|connect)|[Ww]atchdog|RemoteError"
     r"|lost the other|[Tt]imed out|Collective .* aborted")
-OWN = re.compile("in use|DataLoader|^Caught ")  # a port, or of its own worker
+# a port, or of its own worker
+OWN_ERROR = re.compile("in use|DataLoader|^Caught ")
 TIMED_OUT = re.compile("[Tt]imed out|[Ww]atchdog")
 # As MAY_WAIT, in a line of a script
 MAY_WAIT_TEXT = re.compile(
@@ -290,7 +291,9 @@ class Rank:
         if self.sources.owner(file) not in (TORCH, MPI4PY):
             return False
         message = ended["message"]
-        return bool(LOST.search(message)) and not OWN.search(message)
+        if OWN_ERROR.search(message):
+            return False
+        return bool(CONNECTION_LOST.search(message))
 
     @property
     def end_time(self) -> float:
@@ -489,7 +492,7 @@ class Rank:
         if not self.awaited_calls:
             return False
         # MPI computes while it waits
-        return (not self.computes or self.idle_seconds > PATIENCE
+        return (not self.computes or self.idle_seconds > IDLE_LIMIT
                 or is_mpi_call(*self.last_frame))
 
     def has_frame(self, pattern: str) -> bool:

@@ -28,12 +28,17 @@ from pathlib import Path
 from rankcheck.system import proc
 from rankcheck.system.errors import UserError, read_regular
 from rankcheck.system.hook import with_hook
-from rankcheck.why.watcher import BEGIN, FOLDER, MARK, START
+from rankcheck.why.watcher import (
+    FOLDER_VARIABLE,
+    START_MARK,
+    START_SUFFIX,
+    START_VARIABLE,
+)
 
-KEPT = 20  # starts with their evidence
+KEPT_STARTS = 20  # starts with their evidence
 LISTED = 100  # starts in the user's list
-OURS = "made by rankcheck why run, which keeps the newest starts\n"
-SAID = "while it runs, or afterwards: rankcheck why "
+MARK_TEXT = "made by rankcheck why run, which keeps the newest starts\n"
+START_LINE = "while it runs, or afterwards: rankcheck why "
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class Start:
             self.pid) and proc.read_state(self.pid) != "Z"
 
 
-def find_starts() -> Path:
+def find_starts_folder() -> Path:
     """Return where each start has a folder: in the user's cache."""
     home = os.path.expanduser("~")  # as it is, if nothing says where that is
     if home.startswith("/") and home != "/":
@@ -79,7 +84,7 @@ def find_starts() -> Path:
     return Path(tempfile.gettempdir(), f"rankcheck-{os.getuid()}")
 
 
-STARTS = find_starts()
+STARTS_FOLDER = find_starts_folder()
 
 
 def switch_on(env: Mapping[str, str]) -> dict[str, str]:
@@ -87,32 +92,32 @@ def switch_on(env: Mapping[str, str]) -> dict[str, str]:
     in the folder that they name already or in a new one.
     """
     name = time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
-    folder = find_named(env) or os.path.abspath(STARTS / name)
-    return {**env, FOLDER: folder, "PYTHONPATH": with_hook(env)}
+    folder = find_named(env) or os.path.abspath(STARTS_FOLDER / name)
+    return {**env, FOLDER_VARIABLE: folder, "PYTHONPATH": with_hook(env)}
 
 
 def find_named(env: Mapping[str, str]) -> str | None:
     """Return the folder that these variables name, as a `Start` has it; None
     if they name none.
     """
-    name = env.get(FOLDER)
+    name = env.get(FOLDER_VARIABLE)
     return os.path.abspath(os.path.expanduser(name)) if name else None
 
 
-def make_folder(name: str | os.PathLike[str]) -> None:
-    """Make and mark the folder of a start, if it is one of `STARTS`; remove
+def make_start_folder(name: str | os.PathLike[str]) -> None:
+    """Make and mark the folder of a start, if it is in `STARTS_FOLDER`; remove
     the oldest ones there, unless a process of theirs lives.
     """
     folder = Path(name)
-    if folder.parent != STARTS:
+    if folder.parent != STARTS_FOLDER:
         return
     with contextlib.suppress(OSError):  # the ranks say what is wrong
         folder.mkdir(parents=True)
-        (folder / MARK).write_text(OURS)
-    for mark in sorted(STARTS.glob(f"*/{MARK}"))[:-KEPT]:
+        (folder / START_MARK).write_text(MARK_TEXT)
+    for mark in sorted(STARTS_FOLDER.glob(f"*/{START_MARK}"))[:-KEPT_STARTS]:
         with contextlib.suppress(OSError), mark.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if file.read() == OURS:
+            if file.read() == MARK_TEXT:
                 shutil.rmtree(mark.parent)
 
 
@@ -139,7 +144,7 @@ def read_start(file: Path) -> Start | None:
         return None
 
 
-def read_all(files: Sequence[Path]) -> list[Start]:
+def read_starts(files: Sequence[Path]) -> list[Start]:
     """Return the starts in these files, those that are earlier first."""
     found = [read_start(file) for file in files]
     return sorted((start for start in found if start is not None),
@@ -148,17 +153,17 @@ def read_all(files: Sequence[Path]) -> list[Start]:
 
 def list_starts() -> list[Start]:
     """Return all that this user has started and that is still listed."""
-    return read_all([*STARTS.glob(".starts/*.json")])
+    return read_starts([*STARTS_FOLDER.glob(".starts/*.json")])
 
 
 def starts_of(folder: Path) -> list[Start]:
     """Return those that write to a folder; several if it was used several
     times.
     """
-    return read_all([*folder.glob(f"*{BEGIN}")])
+    return read_starts([*folder.glob(f"*{START_SUFFIX}")])
 
 
-def find_last(env: Mapping[str, str]) -> list[Start]:
+def find_last_starts(env: Mapping[str, str]) -> list[Start]:
     """Return what was started last: one start, or several of which each may
     be meant.
 
@@ -183,14 +188,14 @@ def find_last(env: Mapping[str, str]) -> list[Start]:
     return [*newest.values()]
 
 
-def remember(start: Start) -> None:
+def list_start(start: Start) -> None:
     """Write a start into its folder, and into the user's list."""
     text = json.dumps(asdict(start))
-    name = f"{proc.name_process(os.environ)}{BEGIN}"
+    name = f"{proc.name_process(os.environ)}{START_SUFFIX}"
     with contextlib.suppress(OSError):  # the ranks say what is wrong
         Path(start.folder).mkdir(parents=True, exist_ok=True)
         Path(start.folder, name).write_text(text)
-    listed = STARTS / ".starts"
+    listed = STARTS_FOLDER / ".starts"
     try:
         listed.mkdir(parents=True, exist_ok=True)
         part = listed / f"{start.token}.part"
@@ -205,8 +210,8 @@ def remember(start: Start) -> None:
                 (listed / f"{old.token}.json").unlink()
 
 
-def begin(command: Sequence[str], env: dict[str, str],
-          output_begin: int = -1) -> dict[str, str]:
+def begin_start(command: Sequence[str], env: dict[str, str],
+                output_begin: int = -1) -> dict[str, str]:
     """Make the folder of a start and remember what this process becomes.
 
     Args:
@@ -218,7 +223,7 @@ def begin(command: Sequence[str], env: dict[str, str],
     Returns:
         The variables, with the one by which its processes are known.
     """
-    make_folder(env[FOLDER])
+    make_start_folder(env[FOLDER_VARIABLE])
     known = list_starts()
     output = os.path.realpath("/proc/self/fd/2")
     has_output = output_begin >= 0 and os.path.isfile(output)
@@ -226,17 +231,18 @@ def begin(command: Sequence[str], env: dict[str, str],
         token=os.urandom(8).hex(),
         number=1 + max((other.number for other in known), default=0),
         before=[other.token for other in known],
-        folder=env[FOLDER],
+        folder=env[FOLDER_VARIABLE],
         command=[*command], host=proc.name_host(os.environ),
         space=proc.name_space(), pid=os.getpid(),
         ticks=proc.read_ticks("self"), session=name_session(),
         time=time.time(), output=output if has_output else None,
         output_begin=output_begin)
-    remember(start)
-    return {**env, START: start.token}
+    list_start(start)
+    return {**env, START_VARIABLE: start.token}
 
 
-def run(command: Sequence[str],
+def exec_command(
+        command: Sequence[str],
         start_monitor: Callable[[Path, Mapping[str, str]], None] | None = None
         ) -> None:
     """Become this command, in a folder that its ranks write to.
@@ -248,12 +254,12 @@ def run(command: Sequence[str],
     """
     given = without_ours(os.environ)
     env = switch_on(given)
-    line = f"{SAID}{shlex.quote(env[FOLDER])}\n"
+    line = f"{START_LINE}{shlex.quote(env[FOLDER_VARIABLE])}\n"
     sys.stdout.flush()
     print(line, end="", file=sys.stderr, flush=True)
-    env = begin(command, env, find_position() - len(line.encode()))
+    env = begin_start(command, env, stderr_position() - len(line.encode()))
     if start_monitor is not None:
-        start_monitor(Path(env[FOLDER]), given)
+        start_monitor(Path(env[FOLDER_VARIABLE]), given)
     # as Python has found them, as a rule: it ignores these itself
     for number in signal.SIGPIPE, signal.SIGXFSZ:
         signal.signal(number, signal.SIG_DFL)
@@ -263,7 +269,7 @@ def run(command: Sequence[str],
         raise UserError(f"{command[0]}: {error.strerror}") from error
 
 
-def find_position() -> int:
+def stderr_position() -> int:
     """Return how far the file of the standard error is written, in bytes; -1
     if it is none.
     """

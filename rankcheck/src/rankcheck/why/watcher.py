@@ -54,42 +54,46 @@ if TYPE_CHECKING:  # importing it takes longer than all else here
     from ..system.sources import Stack
     from .process_record import Ended, ProcessRecord, Row
 
-FOLDER = "RANKCHECK_WHY"  # the variable that names the folder
-WATCHED = "RANKCHECK_WATCHED"  # the id of the rank that has started this
-START = "RANKCHECK_START"  # the one that names what `why run` has started
-FORMAT = "rankcheck 5"  # of a record
-BEGIN = ".start"  # ends the name of the file that says what was started
-MARK = ".rankcheck-start"  # in a start's folder that is ours to remove
-POLL = 2  # seconds between two samples
-STILL = 20  # seconds without a move, after which it is written down
+FOLDER_VARIABLE = "RANKCHECK_WHY"  # names the folder
+# The id of the rank that has started this
+WATCHED_VARIABLE = "RANKCHECK_WATCHED"
+# The one that names what `why run` has started
+START_VARIABLE = "RANKCHECK_START"
+RECORD_FORMAT = "rankcheck 5"  # of a record
+START_SUFFIX = ".start"  # ends the name of the file that says what was started
+START_MARK = ".rankcheck-start"  # in a start's folder that is ours to remove
+SAMPLE_SECONDS = 2  # seconds between two samples
+IDLE_SECONDS = 20  # seconds without a move, after which it is written down
 STACK_SAMPLES = 40  # of where the time goes
 PLACES = 10000  # of a loop, at most
-ROOM = 1 << 16  # bytes, for how a process ends
+END_BYTES = 1 << 16  # bytes, for how a process ends
 # What is the same for all ranks at a start, and another at the next
-STARTS = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
-          "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT",
-          "WORLD_SIZE")  # not of a group, which no rank knows at first
+JOB_VARIABLES = (
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID",
+    "SLURM_STEP_ID", "PMIX_NAMESPACE", "MASTER_ADDR", "MASTER_PORT",
+    "WORLD_SIZE")  # not of a group, which no rank knows at first
 
 # Modules in which a script that leaves without exit handlers finds `leave`;
 # the second one has the name that older scripts know
-PACKAGES = "rankcheck_watcher", "rankcheck_witness"
+PACKAGE_ALIASES = "rankcheck_watcher", "rankcheck_witness"
 
 # False: nobody can write to the folder
 the_watcher: Watcher | Literal[False] | None = None
 
 
-def start(name: str | os.PathLike[str]) -> None:
+def start_watching(name: str | os.PathLike[str]) -> None:
     """Write in this folder, from now on or as soon as this is a rank.
 
     The thread begins when torch or MPI is imported: Python 3.12 warns of a
     fork beside any other thread, and then there are some anyway.
     """
     folder = Path(os.path.expanduser(name)).absolute()
-    rank, by = find_rank()[0], os.environ.get(WATCHED, str(os.getpid()))
+    rank = find_rank()[0]
+    by = os.environ.get(WATCHED_VARIABLE, str(os.getpid()))
     atexit.register(at_end, folder, by)
-    for known in PACKAGES:
+    for known in PACKAGE_ALIASES:
         package: Any = sys.modules.setdefault(known, type(sys)(known))
-        package.leave = leave
+        package.leave = record_exit
     if launchers.is_launcher(launchers.read_command()):
         return
     # by: after os.execv it is still the same rank; what a rank has started
@@ -98,7 +102,7 @@ def start(name: str | os.PathLike[str]) -> None:
             # what `why run` has become is a rank, if it is alone
             rank is not None or folder.name.endswith(f"-{by}")
             or is_start(folder)):
-        begin(folder)
+        make_watcher(folder)
     imports = Imports(folder, by)
     sys.meta_path.insert(0, imports)
     for module in {"torch", "mpi4py.MPI"} & {*sys.modules}:
@@ -107,15 +111,15 @@ def start(name: str | os.PathLike[str]) -> None:
 
 def is_start(folder: Path) -> bool:
     """Whether `why run` has become this process."""
-    file = folder / f"{proc.name_process(os.environ)}{BEGIN}"
-    token = os.environ.get(START)
+    file = folder / f"{proc.name_process(os.environ)}{START_SUFFIX}"
+    token = os.environ.get(START_VARIABLE)
     if not token:
         return False
     # else a process of an earlier start had the same PID
     return token in proc.read_text(file)
 
 
-def leave(status: int | str | None) -> None:
+def record_exit(status: int | str | None) -> None:
     """Record the end of a script that exits without exit handlers."""
     if the_watcher:
         the_watcher.end(status)
@@ -124,13 +128,13 @@ def leave(status: int | str | None) -> None:
 def at_end(folder: Path, by: str) -> None:
     """Write of a rank that nobody has seen so far, and of a launcher."""
     if the_watcher is None and is_named(by):
-        watcher = begin(folder)
+        watcher = make_watcher(folder)
         if watcher is not None:
             watcher.on_end()
     try:
         launchers.keep_exits(folder)
     except OSError as error:
-        warn(error)
+        warn_of_error(error)
 
 
 def is_named(by: str) -> bool:
@@ -140,23 +144,23 @@ def is_named(by: str) -> bool:
     return by == str(os.getpid()) and launchers.find_spawned() is not None
 
 
-def run(folder: Path, by: str) -> None:
+def run_watcher(folder: Path, by: str) -> None:
     """Run the watcher thread, once this process is a rank."""
     try:
-        wait = POLL / 50
+        wait = SAMPLE_SECONDS / 50
         while the_watcher is None and not is_named(by):
             time.sleep(wait)
-            wait = min(1.1 * wait, POLL)
+            wait = min(1.1 * wait, SAMPLE_SECONDS)
         watcher = the_watcher
         if watcher is None:
-            watcher = begin(folder)
+            watcher = make_watcher(folder)
         if watcher:
             watcher.watch_moves()
     except Exception as error:  # never the script's problem
-        warn(error)
+        warn_of_error(error)
 
 
-def begin(folder: Path) -> Watcher | None:
+def make_watcher(folder: Path) -> Watcher | None:
     """Make the `Watcher`; None where nobody can write to the folder."""
     global the_watcher
     watcher = None
@@ -164,11 +168,11 @@ def begin(folder: Path) -> Watcher | None:
         the_watcher = watcher = Watcher(folder)
     except OSError as error:  # never the script's problem
         the_watcher = False
-        warn(error)
+        warn_of_error(error)
     if find_rank()[0] is not None:  # else it may start ranks
-        os.environ[WATCHED] = str(os.getpid())
+        os.environ[WATCHED_VARIABLE] = str(os.getpid())
     if "mpi4py.MPI" in sys.modules:
-        calls.record_mpi(sys.modules["mpi4py.MPI"], leave)
+        calls.record_mpi(sys.modules["mpi4py.MPI"], record_exit)
     return watcher
 
 
@@ -176,7 +180,7 @@ class Imports:
     """Observes the script's imports without handling any.
 
     Args:
-        folder, by: as `run` has them, which is started once.
+        folder, by: as `run_watcher` has them, which is started once.
     """
 
     def __init__(self, folder: Path, by: str) -> None:
@@ -190,7 +194,7 @@ class Imports:
         if name not in ("torch", "mpi4py.MPI"):
             return None
         if self.task is not None:
-            _thread.start_new_thread(run, self.task)
+            _thread.start_new_thread(run_watcher, self.task)
             self.task = None
         if name == "torch" or name in sys.modules or not the_watcher:
             return None
@@ -202,13 +206,13 @@ class Imports:
 
             def execute_and_record(module: ModuleType) -> None:
                 execute(module)
-                calls.record_mpi(module, leave)
+                calls.record_mpi(module, record_exit)
 
             loader.exec_module = execute_and_record
         return spec
 
 
-def warn(error: Exception) -> None:
+def warn_of_error(error: Exception) -> None:
     print(f"warning: no record for `why`: {error}", file=sys.stderr)
 
 
@@ -221,7 +225,7 @@ class Watcher:
         idle_seconds: since the main thread has moved.
         line_seconds: since the script came to its line.
         places: hashes of those where the main thread was since `progress`.
-        progress: of its collectives, as calls.progress() returns it.
+        progress: of its collectives, as calls.describe_progress() returns it.
         script_ended: whether the script has ended, and the process has not.
         seen_requests: the requests that are answered.
     """
@@ -235,14 +239,15 @@ class Watcher:
             # a network file system remembers of a file that it is not there
             self.ask.open("a").close()
         with contextlib.suppress(OSError):  # else nobody is to remove it
-            mark = open_high(folder / MARK, os.O_RDONLY)
+            mark = open_high(folder / START_MARK, os.O_RDONLY)
             fcntl.flock(mark, fcntl.LOCK_SH | fcntl.LOCK_NB)
         self.at_begin: ProcessRecord = {
-            "format": FORMAT, "host": self.host, "pid": self.owner,
-            "starter": os.environ.get(WATCHED), "began": time.time(),
-            "start": [os.environ.get(name) for name in STARTS],
+            "format": RECORD_FORMAT, "host": self.host, "pid": self.owner,
+            "starter": os.environ.get(WATCHED_VARIABLE), "began": time.time(),
+            "start": [os.environ.get(name) for name in JOB_VARIABLES],
             "parent": os.getppid(),
-            "token": os.environ.get(START), "space": proc.name_space(),
+            "token": os.environ.get(START_VARIABLE),
+            "space": proc.name_space(),
             "network": os.path.basename(
                 os.path.realpath("/proc/self/ns/net")),
             "oom_before": proc.count_oom_kills()}
@@ -260,7 +265,7 @@ class Watcher:
         self.stack_file = OpenFile(self.file.with_suffix(".stack"))
         self.end_file = OpenFile(self.file.with_suffix(".end"))
         with contextlib.suppress(OSError):  # not every file system can
-            os.posix_fallocate(self.end_file.number, 0, ROOM)
+            os.posix_fallocate(self.end_file.number, 0, END_BYTES)
         if not faulthandler.is_enabled():  # else a crash is the script's own
             faulthandler.enable(self.stack_file.number)
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
@@ -329,11 +334,11 @@ class Watcher:
         """Sample the main thread until the process ends."""
         self.thread = threading.get_native_id()
         self.seen_requests = proc.read_text(self.ask)
-        wait: float = STILL
+        wait: float = IDLE_SECONDS
         self.write()
         now, first_at_end = time.monotonic(), False
         while self.ended is None:
-            time.sleep(POLL)
+            time.sleep(SAMPLE_SECONDS)
             if not first_at_end and (
                     launchers.find_torch() or calls.mpi_calls):
                 # before torch's own handlers, and those of the script that
@@ -343,13 +348,13 @@ class Watcher:
             self.find_script()
             before, now = now, time.monotonic()
             # not the time in which the process itself was stopped
-            passed = min(now - before, 2 * POLL)
+            passed = min(now - before, 2 * SAMPLE_SECONDS)
             if self.has_left_line():
                 self.line_seconds = 0
             else:
                 self.line_seconds += passed
             if self.has_moved():
-                self.idle_seconds, wait = 0, STILL
+                self.idle_seconds, wait = 0, IDLE_SECONDS
             else:
                 self.idle_seconds += passed
             self.note_end()
@@ -369,7 +374,7 @@ class Watcher:
         """
         place = hash(tuple((frame.f_code.co_filename, frame.f_lasti)
                            for frame in self.frames()))
-        progress = calls.progress()
+        progress = calls.describe_progress()
         if progress != self.progress or len(self.places) > PLACES:
             self.places.clear()
         self.progress = progress
@@ -495,13 +500,13 @@ class Watcher:
             "connecting": proc.connecting(self.owner),
             "library": os.environ.get("RANKCHECK_LIBRARY", "")}
         try:
-            entries = calls.read_record(lines)
+            entries = calls.read_calls(lines)
             record["calls"] = entries
             if record["message"] is not None:
                 entries = [*entries, record["message"]]
             record["groups"] = calls.pack_groups(entries)
         except Exception as error:  # the rest has to be known all the same
-            warn(error)
+            warn_of_error(error)
         try:
             if not record["joined"] and self.ended is None and lines:
                 record["answer"] = proc.try_meeting(address, port)
@@ -511,7 +516,7 @@ class Watcher:
                 part.write_text(json.dumps(record))
                 os.replace(part, self.file)
         except Exception as error:  # never the script's problem
-            warn(error)
+            warn_of_error(error)
 
 
 def add_request(file: Path) -> str:
@@ -526,7 +531,7 @@ def add_error(ended: Ended, error: BaseException | None) -> None:
     """Add the error with which a script ended, and those that led to it."""
     if error is None:
         return
-    first, *later = chain(error)
+    first, *later = chain_errors(error)
     ended["error"] = type(first).__name__
     ended["message"] = launchers.read_message(first)
     ended["stack"] = stack_of(first)[-50:]
@@ -537,7 +542,7 @@ def add_error(ended: Ended, error: BaseException | None) -> None:
     ended["then"] = followed
 
 
-def chain(error: BaseException) -> list[BaseException]:
+def chain_errors(error: BaseException) -> list[BaseException]:
     """Return an error, and those before it that led to it: these first."""
     found: list[BaseException] = []
     earlier: BaseException | None = error

@@ -27,7 +27,7 @@ elif os.environ.get("RANKCHECK_WHY") and sys.version_info >= (3, 9):
     sys.modules[package.__name__] = package
     try:
         watcher = import_module("rankcheck_watcher.why.watcher")
-        watcher.start(os.environ["RANKCHECK_WHY"])
+        watcher.start_watching(os.environ["RANKCHECK_WHY"])
     except Exception as error:  # never the script's problem
         sys.modules.pop(package.__name__, None)
         sys.stderr.write("warning: no record for `why`: " + str(error) + "\n")
@@ -35,6 +35,7 @@ elif os.environ.get("RANKCHECK_WHY") and sys.version_info >= (3, 9):
 # One of the site's own, which this one hides, takes its place; if there is
 # none, Python passes over this ImportError. Another clone's is not the site's.
 this = sys.modules.pop(__name__)  # Python 2 empties a module nobody holds
-ENDS = "/rankcheck/system/hook", "/rankcheck/why/hook"  # today's, and before
-sys.path[:] = [path for path in sys.path if not path.endswith(ENDS)]
+# Today's, and before
+HOOK_FOLDERS = "/rankcheck/system/hook", "/rankcheck/why/hook"
+sys.path[:] = [path for path in sys.path if not path.endswith(HOOK_FOLDERS)]
 import sitecustomize  # type: ignore[import-not-found, unused-ignore]  # noqa: E402, F401 the site's, if any
