@@ -396,127 +396,137 @@ def without_steps(runs):
 # (script, what is changed, the question that sees it, what it finds first)
 CASES = [
     (RIGHT, together(seen(1, discarded_steps=[1]), drops_the_last(1)),
-     initial_state.skipped_steps, 'FAIL skipped-step step=1 rank=1'),
+     initial_state.verify_skipped_steps, 'FAIL skipped-step step=1 rank=1'),
     (RIGHT, together(seen(0, skipped_steps=[2, 2]), drops_the_last(0)),
-     initial_state.skipped_steps,
+     initial_state.verify_skipped_steps,
      'FAIL skipped-step step=2 rank=0 "GradScaler"'),
-    (RIGHT, untied, initial_state.parameters,
+    (RIGHT, untied, initial_state.verify_parameters,
      'FAIL untied-weights "9.weight" "0.weight"'),
-    (RIGHT, one_more, initial_state.parameters,
+    (RIGHT, one_more, initial_state.verify_parameters,
      'warn extra-parameters "9.weight"'),
-    (RIGHT, in_parts(0, 0), initial_state.hand_sharded_parts,
+    (RIGHT, in_parts(0, 0), initial_state.verify_hand_sharded_parts,
      'FAIL equal-shards "0.bias"'),
-    (RIGHT, average_of_each_microbatch, side_effects.averages,
+    (RIGHT, average_of_each_microbatch, side_effects.verify_averaged_weights,
      "FAIL averaged-weights-differ"),
-    (RIGHT, draws_too_much, samples.samples,
+    (RIGHT, draws_too_much, samples.verify_samples,
      "warn dropped-samples rank=0 drawn=96 samples=48"),
-    (RIGHT, begins_with_the_last, initial_state.leftovers,
+    (RIGHT, begins_with_the_last, initial_state.verify_leftover_files,
      'FAIL reused-files "model.pt"'),
-    (RIGHT, on(1, step=2, losses=[math.nan]), initial_state.numbers,
+    (RIGHT, on(1, step=2, losses=[math.nan]), initial_state.verify_finite,
      "FAIL nonfinite-loss step=2"),
-    (RIGHT, on(0, step=0, before=times(math.nan)), initial_state.numbers,
+    (RIGHT, on(0, step=0, before=times(math.nan)), initial_state.verify_finite,
      'FAIL nonfinite-weights "0.weight"'),
-    (RIGHT, on_all(gradients=times(0.0)), initial_state.numbers,
+    (RIGHT, on_all(gradients=times(0.0)), initial_state.verify_finite,
      "warn zero-gradients"),
-    (RIGHT, alone, initial_state.process_group, "FAIL no-process-group"),
-    (RIGHT, on(1, step=0, before=times(1.5)), initial_state.start,
+    (RIGHT, alone, initial_state.verify_process_group,
+     "FAIL no-process-group"),
+    (RIGHT, on(1, step=0, before=times(1.5)),
+     initial_state.verify_initial_weights,
      'FAIL unequal-initial-weights rank=1 "0.weight"'),
-    (RIGHT, on_all(step=0, before=times(1.5)), initial_state.start,
+    (RIGHT, on_all(step=0, before=times(1.5)),
+     initial_state.verify_initial_weights,
      "warn other-initial-weights"),
     (RIGHT, together(on_all(step=0, before=sharded), fails_again),
-     initial_state.start, 'warn initial-weights-not-compared "it is full"'),
-    (RIGHT, one_sample, samples.samples, "warn identical-samples"),
-    (RIGHT, together(shared(16), on_all(losses=[1.0])), samples.samples,
+     initial_state.verify_initial_weights,
+     'warn initial-weights-not-compared "it is full"'),
+    (RIGHT, one_sample, samples.verify_samples, "warn identical-samples"),
+    (RIGHT, together(shared(16), on_all(losses=[1.0])), samples.verify_samples,
      "FAIL same-samples"),
-    (MORE, together(no_sampler, shared(9)), samples.samples,
+    (MORE, together(no_sampler, shared(9)), samples.verify_samples,
      "FAIL shared-samples shared=36 samples=256"),
-    (MORE, together(no_sampler, later), samples.samples,
+    (MORE, together(no_sampler, later), samples.verify_samples,
      "warn repeated-samples percent=18.8"),
-    (MORE, shared(9), samples.samples, 'FAIL sampler-overlap "18"'),
-    (MORE, lambda runs: None, samples.samples,
+    (MORE, shared(9), samples.verify_samples, 'FAIL sampler-overlap "18"'),
+    (MORE, lambda runs: None, samples.verify_samples,
      "warn batch-size samples=64 single=32 rate=1"),
-    (RIGHT, grows, samples.samples,
+    (RIGHT, grows, samples.verify_samples,
      "warn changed-batch-size step=1 samples=64 single=32"),
-    (RIGHT, on_all(rates=[0.2]), samples.samples,
+    (RIGHT, on_all(rates=[0.2]), samples.verify_samples,
      "warn learning-rate samples=32 single=32 rate=2"),
-    (RIGHT, on(1, step=2, rates=[0.05]), samples.samples,
+    (RIGHT, on(1, step=2, rates=[0.05]), samples.verify_samples,
      'warn unequal-learning-rates "rank 1" "0.05" "0.1"'),
-    (RIGHT, seen(1, facts=instead("sampler", (2, 1, ""))), samples.samplers,
+    (RIGHT, seen(1, facts=instead("sampler", (2, 1, ""))),
+     samples.verify_samplers,
      'FAIL unequal-samplers "seeds"'),
-    (AVERAGED, lambda runs: None, synchronization.averages,
+    (AVERAGED, lambda runs: None, synchronization.verify_weight_averaging,
      'warn averaged-weights "2"'),
-    (RIGHT, own_gradients, synchronization.reductions,
+    (RIGHT, own_gradients, synchronization.verify_reductions,
      "FAIL not-reduced step=0 reduced=0 elements=10801"),
     (RIGHT, on_all(reduced=lambda number: 1.7 * number),
-     synchronization.reductions,
+     synchronization.verify_reductions,
      "warn reduced-repeatedly times=1.7"),
     (RIGHT, on(1, step=1, without=["Sequential:3.bias"]),
-     synchronization.unused_parameters, 'warn unused-parameters "3.bias"'),
-    (RIGHT, on(1, step=2, gradients=times(1.1)), synchronization.equal_ranks,
+     synchronization.verify_unused_parameters,
+     'warn unused-parameters "3.bias"'),
+    (RIGHT, on(1, step=2, gradients=times(1.1)),
+     synchronization.verify_equal_ranks,
      'FAIL unequal-gradients step=2 rank=1 "0.weight"'),
-    (RIGHT, on(1, step=2, weights=times(1.1)), synchronization.equal_ranks,
+    (RIGHT, on(1, step=2, weights=times(1.1)),
+     synchronization.verify_equal_ranks,
      'FAIL unequal-weights step=2 rank=1 "0.weight"'),
-    (RIGHT, on_all(gradients=times(0.5)), synchronization.mean_of_ranks,
+    (RIGHT, on_all(gradients=times(0.5)), synchronization.verify_mean_of_ranks,
      "warn scaled-gradients step=0 factor=0.5"),
-    (RIGHT, summed_by_hooks, synchronization.mean_of_ranks,
+    (RIGHT, summed_by_hooks, synchronization.verify_mean_of_ranks,
      "FAIL summed-gradients step=0"),
-    (RIGHT, one_summed, synchronization.mean_of_ranks,
+    (RIGHT, one_summed, synchronization.verify_mean_of_ranks,
      'warn partly-summed-gradients step=0 "0.weight"'),
-    (RIGHT, one_changed, synchronization.mean_of_ranks,
+    (RIGHT, one_changed, synchronization.verify_mean_of_ranks,
      "warn not-the-mean step=0"),
-    (RIGHT, of_rank_0_alone, synchronization.mean_of_ranks,
+    (RIGHT, of_rank_0_alone, synchronization.verify_mean_of_ranks,
      "FAIL gradients-of-one-rank step=0 rank=0"),
     (RIGHT, on_all(step=1, losses=lambda losses: [2 * losses[0]]),
-     single_process.compare_with_single_process, "FAIL losses-differ step=1"),
+     single_process.verify_single_process, "FAIL losses-differ step=1"),
     (RIGHT, on_all(step=0, gradients=times(0.5), local=times(0.5)),
-     single_process.compare_with_single_process,
+     single_process.verify_single_process,
      "FAIL gradients-differ step=0 factor=0.5"),
     (RIGHT, on_all(step=3, weights=times(1.01)),
-     single_process.compare_with_single_process, "FAIL weights-differ step=3"),
+     single_process.verify_single_process, "FAIL weights-differ step=3"),
     (RIGHT, together(on(0, buffers=functools.partial(buffered, 0)),
                      on(1, buffers=functools.partial(buffered, 1))),
-     synchronization.buffers, 'warn unequal-buffers step=0 "BatchNorm"'),
-    (RIGHT, copied, side_effects.copies, "warn unequal-copies"),
+     synchronization.verify_buffers,
+     'warn unequal-buffers step=0 "BatchNorm"'),
+    (RIGHT, copied, side_effects.verify_copies, "warn unequal-copies"),
     (RIGHT, together(seen(0, writers={"/tmp/log": 7}),
                      seen(1, writers={"/tmp/log": 7})),
-     side_effects.files, 'FAIL shared-files line=7 "log"'),
-    (RIGHT, prints, side_effects.files, "warn repeated-output"),
+     side_effects.verify_written_files, 'FAIL shared-files line=7 "log"'),
+    (RIGHT, prints, side_effects.verify_written_files, "warn repeated-output"),
     (RIGHT, together(told(0, weight_decay=(0.05,)), told(
-        1, weight_decay=(0.05,))), optimizers.settings,
+        1, weight_decay=(0.05,))), optimizers.verify_settings,
      'FAIL optimizer-setting "weight decay" "0.05" "0.weight, 0.bias, '
      '3.weight and 1 more"'),
-    (RIGHT, told(1, momentum=(0.9,)), optimizers.settings,
+    (RIGHT, told(1, momentum=(0.9,)), optimizers.verify_settings,
      'FAIL unequal-optimizer-settings rank=1 "momentum" "0.9" "0.weight"'),
     (RIGHT, together(seen(0, devices=[1]), seen(1, devices=[1])),
-     nodes.own_device, "FAIL shared-gpu rank=0 rank=1 gpu=1"),
-    (RIGHT, with_nodes(shared(8)), nodes.as_two_nodes,
+     nodes.verify_own_device, "FAIL shared-gpu rank=0 rank=1 gpu=1"),
+    (RIGHT, with_nodes(shared(8)), nodes.verify_two_nodes,
      "FAIL nodes-shared-samples shared=8 samples=32"),
     (RIGHT, with_nodes(on_all(rows=lambda rows: rows[:8])),
-     nodes.as_two_nodes, "warn nodes-batch-size samples=16 single=32"),
+     nodes.verify_two_nodes, "warn nodes-batch-size samples=16 single=32"),
     (RIGHT, with_nodes(on(1, step=0, before=times(1.5))),
-     nodes.as_two_nodes, 'FAIL nodes-unequal-ranks rank=1 "before"'),
+     nodes.verify_two_nodes, 'FAIL nodes-unequal-ranks rank=1 "before"'),
     (RIGHT, with_nodes(on(1, step=1, gradients=times(1.5))),
-     nodes.as_two_nodes, 'FAIL nodes-unequal-ranks rank=1 "gradients"'),
-    (RIGHT, with_nodes(on_all(gradients=times(0.5))), nodes.as_two_nodes,
+     nodes.verify_two_nodes, 'FAIL nodes-unequal-ranks rank=1 "gradients"'),
+    (RIGHT, with_nodes(on_all(gradients=times(0.5))), nodes.verify_two_nodes,
      "FAIL nodes-gradients-differ factor=0.5"),
-    (RIGHT, with_nodes(on_all(rates=[0.05])), nodes.as_two_nodes,
+    (RIGHT, with_nodes(on_all(rates=[0.05])), nodes.verify_two_nodes,
      'warn nodes-learning-rate "0.05"'),
     (RIGHT, with_nodes(together(told(0, nesterov=(1.0,)), told(
-        1, nesterov=(1.0,)))), nodes.as_two_nodes,
+        1, nesterov=(1.0,)))), nodes.verify_two_nodes,
      'warn nodes-optimizer-setting "nesterov" "0.weight"'),
     (RIGHT, with_nodes(seen(1, facts=instead("sampler", (2, 1, "")))),
-     nodes.as_two_nodes, 'FAIL nodes-sampler "seeds"'),
-    (RIGHT, local_writer, nodes.as_two_nodes,
+     nodes.verify_two_nodes, 'FAIL nodes-sampler "seeds"'),
+    (RIGHT, local_writer, nodes.verify_two_nodes,
      'warn nodes-shared-files line=7 rank=0 rank=1 "last.pt"'),
-    (RIGHT, local_cache, nodes.as_two_nodes,
+    (RIGHT, local_cache, nodes.verify_two_nodes,
      'warn nodes-local-file line=7 rank=1 "tokens" "/tmp"'),
-    (RIGHT, with_nodes(seen(1, devices=[1])), nodes.as_two_nodes,
+    (RIGHT, with_nodes(seen(1, devices=[1])), nodes.verify_two_nodes,
      "FAIL nodes-no-such-gpu rank=1 gpu=1"),
-    (RIGHT, fails_on_nodes, nodes.as_two_nodes,
+    (RIGHT, fails_on_nodes, nodes.verify_two_nodes,
      'FAIL error rank=0 "no such GPU"'),
-    (RIGHT, without_steps, nodes.as_two_nodes, "FAIL no-step"),
+    (RIGHT, without_steps, nodes.verify_two_nodes, "FAIL no-step"),
 ]
-DRAWN = synchronization.same_numbers  # finds something with all of these bases
+# finds something with all of these bases
+DRAWN = synchronization.verify_random_numbers
 
 
 def name_case(value):
@@ -528,7 +538,7 @@ def name_case(value):
                          ids=name_case)
 def test_a_mistake(answers, name, change, question, finds):
     found = answers(name, change)
-    sharded = question is initial_state.hand_sharded_parts
+    sharded = question is initial_state.verify_hand_sharded_parts
     assert (DRAWN in found) or name != RIGHT or sharded
     expected = read_expected(finds)
     assert expected, f"not of the form: {finds}"
@@ -571,7 +581,7 @@ def test_what_an_own_error_leaves(recorded):
         lambda planned: runs[planned.size, ""], 2, 4))
     error, = made.internal_errors
     titles = {question.find: question.title for question in QUESTIONS}
-    assert error.startswith(f"{titles[samples.samples]}: TypeError: ")
+    assert error.startswith(f"{titles[samples.verify_samples]}: TypeError: ")
     assert made.findings and not made.uncompared
 
 
@@ -580,7 +590,7 @@ def test_an_average_follows_weights_that_differ(answers):
     found = answers(RIGHT, together(
         average_of_each_microbatch, seen(0, batchnorm=True),
         on_all(step=3, weights=times(1.3))))
-    assert side_effects.averages not in found
+    assert side_effects.verify_averaged_weights not in found
 
 
 def test_a_parameter_of_one_number_may_be_a_part(answers):
@@ -658,7 +668,7 @@ def test_buffers_that_no_checkpoint_has_are_a_ranks_own():
 
 def test_a_model_that_is_wrapped_is_not_to_be_wrapped(answers):
     found = answers(RIGHT, own_gradients)
-    fix = found[synchronization.reductions].fix_text
+    fix = found[synchronization.verify_reductions].fix_text
     assert "no_sync()" in fix and "model.module(" not in fix
 
 
@@ -677,12 +687,12 @@ def test_another_name_of_a_run_is_no_other_error():
 def test_a_rate_that_falls_once_is_no_schedule(answers):
     """Of step 3, one process that had made twice as many tells nothing."""
     found = answers(RIGHT, on_all(step=3, rates=[0.05]))
-    finding = found[samples.samples]
+    finding = found[samples.verify_samples]
     assert finding.kind == "learning-rate" and "rate" not in finding.numbers
 
 
 def test_a_rate_of_0_is_one_schedule_of_all_ranks(answers):
-    finding = answers(RIGHT, on_all(rates=[0.0]))[samples.samples]
+    finding = answers(RIGHT, on_all(rates=[0.0]))[samples.verify_samples]
     assert finding.kind == "learning-rate" and finding.numbers["rate"] == 0
 
 
@@ -700,7 +710,8 @@ def test_what_is_right_is_not_refused(answers):
         sharded = read_expected("warn hand-sharded-parameters parameters=1")
         assert split == sharded.is_in(found), found
     # a part that another rank has is no copy
-    assert side_effects.copies not in answers(RIGHT, together(*fewer, copied))
+    assert side_effects.verify_copies not in answers(RIGHT,
+                                                     together(*fewer, copied))
     found = answers(MORE, shared(1)).values()
     assert {finding.verdict for finding in found} == {"warn"}
     assert read_expected("warn shared-samples shared=4 samples=256").is_in(
@@ -731,7 +742,7 @@ def test_a_loss_that_follows_from_weights_that_differ(answers):
     found = answers(RIGHT, together(
         on(1, step=0, weights=times(1.1)),
         on_all(step=1, losses=lambda losses: [2 * losses[0]])))
-    finding = found[single_process.compare_with_single_process]
+    finding = found[single_process.verify_single_process]
     assert read_expected("FAIL losses-differ step=1").matches(finding)
     assert "0" in finding.fix_text and "weights" in finding.fix_text
 
@@ -747,7 +758,7 @@ def test_a_sum_that_is_one_processs_gradient_is_right(
     if verdict:
         changes[step] = on_all(step=step, **wrong)
     found = answers(RIGHT, together(*changes)).get(
-        synchronization.mean_of_ranks)
+        synchronization.verify_mean_of_ranks)
     assert (found and found.verdict) == verdict, found
     assert not found or found.numbers["step"] == step
 
@@ -773,7 +784,7 @@ def test_unused_parameters_of_which_DDP_was_told(answers):
     found = answers(RIGHT, together(
         on(1, step=1, without=["Sequential:3.bias"]),
         seen(1, facts=instead("DistributedDataParallel", True))))
-    assert synchronization.unused_parameters not in found
+    assert synchronization.verify_unused_parameters not in found
 
 
 def of_few(runs):
@@ -917,12 +928,12 @@ def test_samples_that_one_process_does_not_show(answers):
         for record in runs[1, ""].records[0].steps:
             record.update(rows=[], columns=[])
 
-    assert samples.samples not in answers(RIGHT, hides)
+    assert samples.verify_samples not in answers(RIGHT, hides)
 
 
 def test_a_factor_of_one_is_none(answers):
     found = answers(RIGHT, on_all(step=0, gradients=times(1.002)))
-    finding = found[single_process.compare_with_single_process]
+    finding = found[single_process.verify_single_process]
     assert finding.kind == "gradients-differ" and "0.2%" in finding.text
 
 
@@ -1105,7 +1116,7 @@ def test_an_optimizer_that_reduces_nothing_more(recorded, change):
     """As the second of two, after which a backward pass comes anew."""
     runs = recorded(RIGHT)
     change(runs)
-    found = questions.synchronization.reductions(
+    found = questions.synchronization.verify_reductions(
         Comparison(None, runs[1, ""], runs[2, ""]))
     assert read_expected("ok reduced times=1").matches(found[0])
 
@@ -1113,7 +1124,7 @@ def test_an_optimizer_that_reduces_nothing_more(recorded, change):
 def test_what_is_gathered_or_sent_is_no_reduction(recorded):
     runs = recorded(RIGHT)
     on_all(reduced=0)(runs)
-    found, = questions.synchronization.reductions(
+    found, = questions.synchronization.verify_reductions(
         Comparison(None, runs[1, ""], runs[2, ""]))
     assert found.kind == "reduced-by-script"
 
@@ -1123,12 +1134,12 @@ def test_a_sharded_parameter_has_no_gradient_before_it_is_reduced(recorded):
     runs = recorded(RIGHT)
     together(on_all(reduced=0, gradients=sharded),
              seen(0, facts=lambda log: [*log, ("fully_shard", True)]))(runs)
-    found, = questions.synchronization.reductions(
+    found, = questions.synchronization.verify_reductions(
         Comparison(None, runs[1, ""], runs[2, ""]))
     assert found.kind == "reduced-by-fsdp"
 
 
 def test_each_question_is_answered_with_a_no():
-    asked = {DRAWN, resume.resumed_run,
+    asked = {DRAWN, resume.verify_resume,
              *(question for *_, question, _ in CASES)}
     assert asked == {question.find for question in QUESTIONS}

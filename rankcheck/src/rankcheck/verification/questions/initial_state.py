@@ -36,7 +36,7 @@ SAME_START = 1e-6
 
 
 @question("no run starts from files of an earlier run")
-def leftovers(case: Comparison) -> list[Finding]:
+def verify_leftover_files(case: Comparison) -> list[Finding]:
     """Answer whether a run has read a file that an earlier one has written.
     """
     results: set[str] = set()
@@ -57,7 +57,7 @@ def leftovers(case: Comparison) -> list[Finding]:
 
 
 @question("weights and losses are finite, and gradients are not all 0")
-def numbers(case: Comparison) -> list[Finding]:
+def verify_finite(case: Comparison) -> list[Finding]:
     """Answer whether weights and losses are finite, and a gradient is not 0.
     """
     for step, records in enumerate(case.steps):
@@ -110,7 +110,7 @@ def gradient_parts(records: StepRecords) -> list[torch.Tensor]:
 
 
 @question("all ranks join one process group")
-def process_group(case: Comparison) -> list[Finding]:
+def verify_process_group(case: Comparison) -> list[Finding]:
     """Answer whether a rank joins a process group, or reduces anything."""
     if (case.facts("init_process_group")
             or any(record.joined
@@ -127,13 +127,13 @@ def process_group(case: Comparison) -> list[Finding]:
 
 
 @question("all ranks skip the same steps", always)
-def skipped_steps(case: Comparison) -> list[Finding]:
+def verify_skipped_steps(case: Comparison) -> list[Finding]:
     """Answer whether a rank makes a step that another leaves out."""
     return find_skips(case.multi_process_run)
 
 
 @question("all processes train the same parameters")
-def parameters(case: Comparison) -> list[Finding]:
+def verify_parameters(case: Comparison) -> list[Finding]:
     """Answer whether each rank has parameters that one process lacks."""
     if not case.single_process_run:
         return []
@@ -165,7 +165,7 @@ def verb_of(names: Collection[str]) -> str:
 
 
 @question("ranks hold different parts of hand-sharded parameters")
-def hand_sharded_parts(case: Comparison) -> list[Finding]:
+def verify_hand_sharded_parts(case: Comparison) -> list[Finding]:
     """Answer whether as many parts differ as make up the whole tensor.
 
     It assumes that a parameter was drawn at random: one of equal numbers, as
@@ -204,7 +204,7 @@ def hand_sharded_parts(case: Comparison) -> list[Finding]:
 
 
 @question("initial weights are those of the single-process run")
-def start(case: Comparison) -> list[Finding]:
+def verify_initial_weights(case: Comparison) -> list[Finding]:
     """Answer whether all ranks, and one process, begin with equal weights."""
     firsts = [records for records in case.steps if records[0]["before"]]
     for records in firsts:

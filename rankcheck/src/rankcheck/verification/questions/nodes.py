@@ -122,7 +122,7 @@ class WrittenFile:
 
 
 @question("each rank of a node uses its own GPU")
-def own_device(case: Comparison) -> list[Finding]:
+def verify_own_device(case: Comparison) -> list[Finding]:
     """Answer whether two ranks take the same GPU.
 
     It is seen where the script names one by number, as in "cuda:0".
@@ -155,7 +155,7 @@ def all_on_the_first(case: Comparison) -> bool:
 
 @question("the ranks train on two nodes as on one",
           where=lambda case: why_not(case) == NOT_YET)
-def as_two_nodes(case: Comparison) -> Iterator[Finding]:
+def verify_two_nodes(case: Comparison) -> Iterator[Finding]:
     """Answer whether the ranks train as two nodes as they do on one."""
     run, ended = case.runs("nodes", fewer=max(0, case.runs.steps - STEPS))
     if ended and run.gave_up == "waits":

@@ -47,7 +47,7 @@ class Difference:
 
 
 @question("optimizer settings are those of the single-process run")
-def settings(case: Comparison) -> Iterator[Finding]:
+def verify_settings(case: Comparison) -> Iterator[Finding]:
     """Answer whether each parameter is trained with the same settings.
 
     They are those of the first step of its optimizer.

@@ -38,7 +38,7 @@ CLOSE = 1e-4
 
 @question("a resume restores everything",
           where=lambda case: case.runs.resume_flags is not None)
-def resumed_run(case: Comparison) -> list[Finding]:
+def verify_resume(case: Comparison) -> list[Finding]:
     """Answer whether a resume continues the run that was ended."""
     first, ended = case.runs("saved")
     if ended:

@@ -120,7 +120,7 @@ class RateComparison:
 
 
 @question("each rank reads different samples", always)
-def samples(case: Comparison) -> list[Finding]:
+def verify_samples(case: Comparison) -> list[Finding]:
     """Answer whether each rank reads samples of its own, and how many."""
     sets = sample_sets(case)
     if not sets:
@@ -587,7 +587,7 @@ def compare_rates(case: Comparison, single_rates: list[float],
 
 
 @question("the ranks' samplers divide the same order", always)
-def samplers(case: Comparison) -> list[Finding]:
+def verify_samplers(case: Comparison) -> list[Finding]:
     """Answer whether the ranks' DistributedSamplers divide one order."""
     starts = flatten(sampler_starts(case.multi_process_run, rank)[:1]
                      for rank in range(case.size))

@@ -31,7 +31,7 @@ FIXES = {  # by the library that writes the file
 
 
 @question("copies of the model are equal on all ranks")
-def copies(case: Comparison) -> list[Finding]:
+def verify_copies(case: Comparison) -> list[Finding]:
     """Answer whether the ranks end with different copies of the model.
 
     A copy is a module with the parameters of one that trains, none of which
@@ -57,7 +57,7 @@ def copies(case: Comparison) -> list[Finding]:
 
 
 @question("averaged weights (EMA) match the single-process run")
-def averages(case: Comparison) -> list[Finding]:
+def verify_averaged_weights(case: Comparison) -> list[Finding]:
     """Answer whether copies of the model follow it as with one process.
 
     Relative to how far one process's copy has moved: a copy that stays, as a
@@ -117,7 +117,7 @@ def follow_other_weights(case: Comparison) -> bool:
 
 
 @question("only one rank writes files and prints", always)
-def files(case: Comparison) -> Iterator[Finding]:
+def verify_written_files(case: Comparison) -> Iterator[Finding]:
     """Answer whether several ranks write a file, or print the same lines."""
     for opener, names in find_shared_files(case).items():
         yield several_write(opener, ", ".join(sorted(names)[:3]))

@@ -136,7 +136,7 @@ Measure: TypeAlias = Callable[
 
 
 @question("losses, gradients and weights match the single-process run")
-def compare_with_single_process(case: Comparison) -> list[Finding]:
+def verify_single_process(case: Comparison) -> list[Finding]:
     """Answer whether the ranks compute what one process does.
 
     Where parameters are sharded by hand, the loss of the first step alone

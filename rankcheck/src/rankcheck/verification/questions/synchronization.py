@@ -62,7 +62,7 @@ CLOSE = 0.2
 
 
 @question("each rank draws its own random numbers")
-def same_numbers(case: Comparison) -> list[Finding]:
+def verify_random_numbers(case: Comparison) -> list[Finding]:
     """Answer whether all ranks' generators are alike in each step.
 
     Only of generators that are used between steps. Whether the model or the
@@ -87,7 +87,7 @@ def same_numbers(case: Comparison) -> list[Finding]:
 
 
 @question("the ranks synchronize at every step")
-def averages(case: Comparison) -> list[Finding]:
+def verify_weight_averaging(case: Comparison) -> list[Finding]:
     """Answer whether the weights, and not the gradients, are made equal.
 
     They are if all ranks begin a step with the same weights, which no rank
@@ -134,7 +134,7 @@ def how_often_equal(steps: list[int]) -> str:
 
 
 @question("buffers are equal on all ranks")
-def buffers(case: Comparison) -> list[Finding]:
+def verify_buffers(case: Comparison) -> list[Finding]:
     """Answer whether the buffers of a checkpoint are equal after steps."""
     seen = False  # in the last step
     for step, records in enumerate(case.steps):
@@ -163,7 +163,7 @@ def clips_first(case: Comparison) -> bool:
 
 
 @question("gradients are reduced once, then clipped")
-def reductions(case: Comparison) -> list[Finding]:
+def verify_reductions(case: Comparison) -> list[Finding]:
     """Answer how often gradients are reduced, and when they are clipped.
 
     By what was sent of them, and by what the optimizers got: where nothing
@@ -346,7 +346,7 @@ def how_to_reduce(case: Comparison) -> str:
 
 
 @question("every parameter gets a gradient")
-def unused_parameters(case: Comparison) -> list[Finding]:
+def verify_unused_parameters(case: Comparison) -> list[Finding]:
     """Answer whether a parameter that an optimizer has gets no gradient."""
     keys: set[str] = set()
     for record in flatten(case.steps):
@@ -383,7 +383,7 @@ def has_gradients(case: Comparison) -> bool:
 
 
 @question("gradients and weights are equal on all ranks")
-def equal_ranks(case: Comparison) -> list[Finding]:
+def verify_equal_ranks(case: Comparison) -> list[Finding]:
     """Answer whether all ranks have the same gradients, and then weights."""
     if case.averaged:
         return []
@@ -452,7 +452,7 @@ class ReducedGradients:
 
 
 @question("gradients are the mean over the ranks")
-def mean_of_ranks(case: Comparison) -> list[Finding]:
+def verify_mean_of_ranks(case: Comparison) -> list[Finding]:
     """Answer whether the gradients are the mean, or a sum, or have a factor.
 
     Whether the script has scaled its losses for that is not known, so that a
