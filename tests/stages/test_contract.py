@@ -30,7 +30,7 @@ from stages import (
     wait_for_rows,
 )
 
-from workshop.check.probe import probes
+from workshop.check.probe import check_probes
 from workshop.results.arithmetic import of_step
 from workshop.stages import STAGES
 
@@ -83,7 +83,8 @@ def recorded(data, tmp_path_factory):
         return train(
             stage, folder / "run", *flags, data=data, mesh=mesh,
             script=script, log=folder / "seen", texts=True,
-            probes=[*probes(folder / "run"), steps_seen] * (stage in STAGES),
+            probes=[*check_probes(folder / "run"), steps_seen]
+            * (stage in STAGES),
             record=StepsRecord)
 
     return record

@@ -15,7 +15,7 @@ from conftest import needs, python
 
 from backstage import ROOT
 from rankcheck.engine.ranks import launch
-from workshop.check.operations import AUTOCAST, compare, make_inputs
+from workshop.check.operations import AUTOCAST, compare_operation, make_inputs
 
 SCRIPT = ROOT / "solutions" / "train_gpt2_kernels.py"
 
@@ -75,12 +75,12 @@ def test_the_slides_kernel_in_cuda_c_computes_gelu(tmp_path):
 
 @pytest.mark.parametrize("name", make_inputs())
 def test_an_operation_computes_what_pytorch_computes(name, script):
-    assert not compare(script[name], name)
+    assert not compare_operation(script[name], name)
 
 
 @pytest.mark.parametrize("name", AUTOCAST)
 def test_what_autocast_gives_bf16_stays_bf16(name, script):
-    assert not compare(script[name], name, 2e-2, torch.bfloat16)
+    assert not compare_operation(script[name], name, 2e-2, torch.bfloat16)
 
 
 COMPILE = """\

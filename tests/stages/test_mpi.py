@@ -318,7 +318,7 @@ def test_without_mpirun_it_is_said_at_once(tmp_path, monkeypatch, capsys):
     said = json.loads(done.stdout)
     assert said["error"].startswith("mpirun is not installed")
     with pytest.raises(UserError, match="mpirun is not installed; fix: load"):
-        command.check("mpi", STAGES["mpi"].solution)
+        command.check_script("mpi", STAGES["mpi"].solution)
     assert capsys.readouterr().out == ""
     assert doctor.ask_mpi().startswith("mpirun is not installed; fix: load")
 

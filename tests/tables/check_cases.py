@@ -50,7 +50,7 @@ class Outcome:
 def outcome(stage, text):
     """Check a script."""
     from rankcheck.system.errors import UserError
-    from workshop.check.command import check
+    from workshop.check.command import check_script
 
     out = io.StringIO()
     report = None
@@ -59,7 +59,7 @@ def outcome(stage, text):
         script.write_text(text)
         with contextlib.redirect_stdout(out):
             try:
-                report = check(stage, script)
+                report = check_script(stage, script)
             except UserError as error:
                 first = str(error)
                 print(f"  FAIL     {error}")

@@ -10,7 +10,7 @@ from cluster import wait_for
 from stages import edited
 
 from workshop.board import MEANING, Board, CheckTerminal
-from workshop.check.command import check
+from workshop.check.command import check_script
 from workshop.diff import render
 from workshop.instructor import classroom
 from workshop.notebook import pictures
@@ -26,7 +26,7 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch, snapshot):
     monkeypatch.setenv("WORKSHOP_CLASS", str(shared))
     board, script = Board(), edited(tmp_path, "ddp", (
         "loss = training_step(model, ", "loss = training_step(raw_model, "))
-    report = check("ddp", script, events=True)
+    report = check_script("ddp", script, events=True)
     events = [*map(json.loads, capsys.readouterr().out.splitlines())]
     terminal = CheckTerminal(verbose=False)
     for event in events:

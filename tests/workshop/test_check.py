@@ -28,8 +28,8 @@ from rankcheck.system.errors import UserError
 from rankcheck_testing.expected import read_expected
 from rankcheck_testing.planted import load_all
 from workshop.check import plan, questions
-from workshop.check.command import check
-from workshop.check.questions import ask
+from workshop.check.command import check_script
+from workshop.check.questions import ask_questions
 from workshop.check.stage_runs import Bench
 from workshop.diff import documents, passed_checks
 from workshop.diff.diff import Diff
@@ -83,7 +83,7 @@ def test_one_change_alone(tmp_path, capsys, monkeypatch, stage, title, finds):
     before = STAGES[STAGES[stage].after].solution.read_text()
     script.write_text(before)
     number = number_of(stage, title)
-    report = check(stage, script, change=number)
+    report = check_script(stage, script, change=number)
     out = capsys.readouterr().out
     assert read_expected(finds).is_in(report.findings), out
     assert f"Change {number} ({title}" in out
@@ -97,25 +97,25 @@ def test_one_change_alone(tmp_path, capsys, monkeypatch, stage, title, finds):
 def test_a_change_that_is_made_or_not_there(tmp_path, capsys):
     script = edited(tmp_path, "ddp", HANG)
     made, last = number_of("ddp", "Wrap"), len(documents.load("ddp"))
-    assert check("ddp", script, change=made).ok
+    assert check_script("ddp", script, change=made).ok
     assert f"Change {made} is made as in the" in capsys.readouterr().out
     with pytest.raises(ours.UserError, match=f"no such change: {last + 1}"):
-        check("ddp", script, change=last + 1)
+        check_script("ddp", script, change=last + 1)
 
 
 @pytest.mark.whole
 def test_a_script_that_is_none(tmp_path):
     """One line that says where, before anything is started."""
     with pytest.raises(ours.UserError, match="reset std"):
-        check("ddp", tmp_path / "moved.py")
+        check_script("ddp", tmp_path / "moved.py")
     large = tmp_path / "large.py"
     large.write_bytes(b"#" * 20_000_000)
     with pytest.raises(ours.UserError, match="more than 500,000 bytes"):
-        check("ddp", large)
+        check_script("ddp", large)
     for text in "not " * 50_000 + "x", "x" + ".a" * 50_000:
         large.write_text(text)
         with pytest.raises(UserError, match="nested too deeply"):
-            check("ddp", large)
+            check_script("ddp", large)
         assert Diff("ddp", large).remaining  # which looks at lines
 
 
@@ -146,8 +146,8 @@ def test_a_signal_ends_it_at_once(
     """
     events, place = not long, temporary / ("long" * 25 * long)
     script = edited(tmp_path, "ddp", HANG)
-    code = ("from workshop.check.command import check\n"
-            f"check('ddp', {str(script)!r}, events={events})")
+    code = ("from workshop.check.command import check_script\n"
+            f"check_script('ddp', {str(script)!r}, events={events})")
     place.mkdir(exist_ok=True)
     run = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, text=True,
@@ -199,7 +199,7 @@ def test_a_kernel_of_the_table(name, tmp_path):
     script = program(tmp_path / "train_gpt2.py", case.script())
     bench = bench_of("kernels", script, tmp_path)
     row, *_ = plan.plan_runs("kernels")
-    results = ask(bench.make(row), None, row.kind)
+    results = ask_questions(bench.make(row), None, row.kind)
     assert not results.internal_errors
     found = [finding for finding in results.findings
              if finding.verdict != "ok"]
@@ -220,7 +220,7 @@ def test_an_error_of_the_check_itself_is_no_verdict(
               if question.title == "it runs to its end" else question
               for question in questions.QUESTIONS]
     monkeypatch.setattr(questions, "QUESTIONS", broken)
-    report = check("ddp", STAGES["ddp"].solution)
+    report = check_script("ddp", STAGES["ddp"].solution)
     out = capsys.readouterr().out
     assert report.status == 2 and not report.ok and not noted
     error, = report.internal_errors
@@ -244,7 +244,7 @@ def test_saved_during_the_check(tmp_path, temporary, capfd, monkeypatch):
     data = script.read_bytes()
     (tmp_path / "mine.py").write_text(
         f"import os; os.system('echo \"raise SystemExit(3)\" > {script}')\n")
-    assert check("ddp", script).ok and seen == [("ddp", data)]
+    assert check_script("ddp", script).ok and seen == [("ddp", data)]
     out, _ = capfd.readouterr()
     assert "Correct" in out.splitlines()[-1] and "  warning  " not in out
     rows = {line[:-30].strip(): line[-30:].split() for line in
@@ -265,7 +265,7 @@ def test_a_full_folder_for_temporary_files(tmp_path, temporary, mount, size):
     with pytest.raises(UserError, match=f"^{temporary} is full; fix: make "
                        "room there, or name another folder for temporary "
                        r"files: export TMPDIR=\.\.\.$"):
-        check("ddp", script)
+        check_script("ddp", script)
     assert (temporary / "full").exists() == (size == "70m")
     assert not left_in(temporary)
 
@@ -275,8 +275,8 @@ def test_the_script_of_another_stage_is_named(capsys):
     """As the list of changes does; and none of its changes is tried."""
     with pytest.raises(ours.UserError, match="This is the stage ddp, but "
                        r"the lesson starts from std; fix: .*reset std"):
-        check("mpi", STAGES["ddp"].solution, change=3)
-    assert check("mpi", STAGES["ddp"].solution).status == 1
+        check_script("mpi", STAGES["ddp"].solution, change=3)
+    assert check_script("mpi", STAGES["ddp"].solution).status == 1
     said = capsys.readouterr().out
     assert "This is the stage ddp, but" in said and "Without" not in said
 
@@ -294,13 +294,13 @@ def test_an_mpirun_that_hangs_before_the_script_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(hang_detector, "UNSTARTED", 2.0)
     bench = bench_of("mpi", STAGES["mpi"].solution, tmp_path)
     hangs.touch()
-    two = bench.make(plan.PlannedRun("once", "whole", plan.Mesh(1, 2, 1)))
+    two = bench.make(plan.StageRunPlan("once", "whole", plan.Mesh(1, 2, 1)))
     assert not hangs.exists()
     assert [rank.status for rank in two.ranks] == [0, 0]
 
     mpirun.write_text("#!/bin/sh\nexec sleep 600\n")
     with pytest.raises(UserError, match="mpirun does not start the processes"):
-        bench.make(plan.PlannedRun("twice", "whole", plan.Mesh(1, 2, 1)))
+        bench.make(plan.StageRunPlan("twice", "whole", plan.Mesh(1, 2, 1)))
 
 
 @pytest.mark.whole
@@ -315,6 +315,6 @@ def test_killed_as_where_the_memory_is_full(tmp_path, temporary, killed):
         f"os.kill({killed}, 9)\nos._exit(1)\n"))
     with pytest.raises(UserError, match="the system killed a process, most "
                        "likely because memory"):
-        check("ddp", script)
+        check_script("ddp", script)
     assert not left_in(temporary)
     assert (fork_server.get_servers() == first) == (killed == "os.getpid()")

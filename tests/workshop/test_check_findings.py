@@ -15,13 +15,13 @@ from workshop.board import CheckTerminal
 from workshop.check import experiment
 from workshop.check.experiment import Mistake, Outcome
 from workshop.check.lines import lines_as_in
-from workshop.check.plan import Mesh, PlannedRun
+from workshop.check.plan import Mesh, StageRunPlan
 from workshop.check.probe import CourseRecord
 from workshop.check.questions import model
 from workshop.check.questions.question import (
     QUESTIONS,
     Examined,
-    distance,
+    largest_difference,
 )
 from workshop.check.stage_runs import StageRun
 from workshop.diff.diff import Diff
@@ -73,7 +73,7 @@ def test_a_byte_order_mark_is_no_difference(tmp_path, capsys):
     script = tmp_path / "train_gpt2.py"
     script.write_text(STAGES["std"].solution.read_text(), "utf-8-sig")
     one = run(RankExit(0, "", ""))
-    planned = PlannedRun("1", "whole", Mesh())
+    planned = StageRunPlan("1", "whole", Mesh())
     mistake = Mistake("losses agree", "that of step 0 is 5", frozenset(), "")
     experiment.diagnose(
         SimpleNamespace(stage="ddp", script=script), CheckTerminal(False),
@@ -89,7 +89,7 @@ def test_no_change_is_named_where_the_check_itself_fails(
                 ("self.position += self.stride", "self.position += self.B"),
                 ("dist.all_reduce(report)", "pass"))
     script = program(tmp_path / "train_gpt2.py", text)
-    planned = PlannedRun("1", "whole", Mesh())
+    planned = StageRunPlan("1", "whole", Mesh())
     mistake = Mistake("losses agree", "that of step 0 is 5", frozenset(), "")
 
     def find(bench, planned, name):
@@ -97,7 +97,7 @@ def test_no_change_is_named_where_the_check_itself_fails(
         return Outcome(planned, run(RankExit(0, "", "")), [],
                        mistake if wrong else None, [] if wrong else errors)
 
-    monkeypatch.setattr(experiment, "try_out", find)
+    monkeypatch.setattr(experiment, "run_and_ask", find)
     experiment.diagnose(
         SimpleNamespace(stage="ddp", script=script, with_script=lambda data: (
             SimpleNamespace(text=data.decode(), folder=tmp_path / "none"))),
@@ -137,7 +137,7 @@ def test_the_distance_of_nan(mine, good, same):
         one, other = (assemble([describe(
             (str(i), torch.tensor(values if i == at else [3.0]))
             for i in range(3))]) for values in (mine, good))
-        assert (distance(one, other) == 0) == same
+        assert (largest_difference(one, other) == 0) == same
 
 
 def test_weights_of_nan_are_not_the_single_devices():
@@ -146,6 +146,7 @@ def test_weights_of_nan_are_not_the_single_devices():
             (str(i), torch.tensor([value])) for i, value in enumerate(values)))
 
     good = with_weights(1.0, 2.0, 3.0)
-    assert model.weights(good, good) is None
+    assert model.check_final_weights(good, good) is None
     for values in ((NAN, 2.0, 3.0), (1.0, NAN, NAN), (1.0, 2.0, NAN)):
-        assert model.weights(with_weights(*values), good).verdict == "FAIL"
+        assert model.check_final_weights(with_weights(*values),
+                                         good).verdict == "FAIL"

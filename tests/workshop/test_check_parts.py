@@ -12,10 +12,10 @@ from rankcheck.engine.exits import shorten
 from rankcheck.engine.findings import Line, fail
 from rankcheck.record.tensors import assemble, describe
 from workshop.check import localise
-from workshop.check.command import check, make_others
+from workshop.check.command import check_script, make_others
 from workshop.check.lines import lines_as_in, name_lines
-from workshop.check.questions.process import definitions
-from workshop.check.questions.question import TIED, put_together
+from workshop.check.questions.process import check_definitions
+from workshop.check.questions.question import TIED, assemble_tied
 from workshop.diff.diff import Diff
 from workshop.diff.working_copy import apply, reset
 from workshop.stages import STAGES
@@ -87,7 +87,7 @@ def test_a_diff_with_its_signs_is_called_so(tmp_path, text, says):
     assert Diff("ddp", script).script.syntax_error.startswith(
         f"line {line} begins with the {says} of a diff: ")
     with pytest.raises(UserError, match=f"is not Python yet, line {line} "):
-        check("ddp", script)
+        check_script("ddp", script)
 
 
 def test_a_negative_number_is_no_sign():
@@ -123,9 +123,9 @@ def test_names_without_wrappers():
 def test_the_ends_of_a_pipeline_have_one_matrix():
     first = describe([("transformer.wte.weight", torch.ones(2, 3))])
     last = describe([("lm_head.weight", torch.ones(2, 3))])
-    assert not put_together([first, last]).unequal
+    assert not assemble_tied([first, last]).unequal
     last = describe([("lm_head.weight", torch.zeros(2, 3))])
-    whole = put_together([first, last])
+    whole = assemble_tied([first, last])
     assert whole.unequal == {TIED} and whole.differing == {1: 1.0}
 
 
@@ -139,7 +139,8 @@ def test_the_ends_of_a_pipeline_have_one_matrix():
     ("class A:\n    x = 1\n\n    def f(self):\n        return x\n", ("x", 5)),
 ])
 def test_a_name_that_nothing_defines(text, missing):
-    finding = definitions(SimpleNamespace(tree=lambda: ast.parse(text)), None)
+    finding = check_definitions(SimpleNamespace(tree=lambda: ast.parse(text)),
+                                None)
     assert missing == (finding and (finding.text.split()[0], *finding.lines))
 
 

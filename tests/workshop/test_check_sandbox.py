@@ -5,7 +5,7 @@ from stages import number_of
 
 from rankcheck.engine import sandbox
 from rankcheck_testing.user_files import TEXT, let_it_write, look
-from workshop.check.command import check
+from workshop.check.command import check_script
 from workshop.stages import STAGES
 
 
@@ -26,8 +26,8 @@ def test_check_runs_in_it(tmp_path, monkeypatch, capsys):
     script.write_text(let_it_write(STAGES["std"].solution.read_text(),
                                    "; os.system('echo >> out/large3')"))
     before = look(tmp_path)
-    assert check("ddp", script,
-                 change=number_of("ddp", "Reduce the gradients")).ok
+    assert check_script("ddp", script,
+                        change=number_of("ddp", "Reduce the gradients")).ok
     after = look(tmp_path)
     assert [path for path in before if after[path] != before[path]] == [large]
     assert ("warning: out/large3 changed meanwhile, by another program, or by "

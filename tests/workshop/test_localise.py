@@ -4,7 +4,7 @@ import pytest
 from conftest import edit, program
 
 from workshop.check import localise
-from workshop.check.command import check
+from workshop.check.command import check_script
 from workshop.diff import documents
 from workshop.stages import STAGES
 
@@ -24,14 +24,15 @@ def test_the_smallest_parts_that_are_wrong(mistakes):
         wrong = [mistake for mistake in mistakes if mistake <= set(items)]
         return str(wrong[0]) if wrong else None
 
-    found = list(localise.find(list(range(13)), symptom))
+    found = list(localise.find_breaking(list(range(13)), symptom))
     assert sorted(map(sorted, found)) == sorted(map(sorted, mistakes))
     assert len(asked) <= 70
 
 
 def test_no_more_than_it_has_time_for(monkeypatch):
     monkeypatch.setattr(localise, "TRIES", 2)
-    assert not list(localise.find([1, 2, 3], lambda items: len(items) > 2))
+    assert not list(localise.find_breaking([1, 2, 3],
+                                           lambda items: len(items) > 2))
 
 
 def test_what_is_wrong_for_another_reason_does_not_count():
@@ -41,7 +42,7 @@ def test_what_is_wrong_for_another_reason_does_not_count():
             return "a name is not defined"
         return "off" if 6 in items else None
 
-    assert list(localise.find(list(range(13)), symptom)) == [[6]]
+    assert list(localise.find_breaking(list(range(13)), symptom)) == [[6]]
 
 
 def test_the_first_answer_does_not_wait_for_the_second():
@@ -51,20 +52,21 @@ def test_the_first_answer_does_not_wait_for_the_second():
         asked.append(items)
         return next((item for item in (2, 5) if item in items), None)
 
-    assert next(localise.find(list(range(9)), symptom)) == [2]
+    assert next(localise.find_breaking(list(range(9)), symptom)) == [2]
     assert len(asked) <= 5
 
 
 def test_other_names_are_no_difference():
     goal = "def f(a, b):\n    c = a + b\n    return c * a\n"
     yours = "def f(a, b):\n    sum_ = a - b  # c\n    return sum_ * a\n"
-    assert localise.rename(yours, goal) == (
+    assert localise.rename_symbols(yours, goal) == (
         "def f(a, b):\n    c = a - b  # c\n    return c * a\n")
     for kept in ("def f(a, b):\n    c = a + b\n    return d * a\n",
                  "def f(a, b):\n    d = a + b\n    return c * a\n"):
-        assert localise.rename(kept, goal) == kept  # an undefined name
+        assert localise.rename_symbols(kept, goal) == kept  # an undefined name
     other = "total = comm.reduce(part)\n"  # another function of a library's
-    assert localise.rename(other, "total = comm.allreduce(part)\n") == other
+    assert localise.rename_symbols(other,
+                                   "total = comm.allreduce(part)\n") == other
 
 
 def change(title):
@@ -82,7 +84,7 @@ def test_two_mistakes_in_a_style_of_one_s_own(tmp_path, capsys):
         ("self.position += self.stride", "self.position += self.B"),
         ("        dist.all_reduce(report)  # the sum over all ranks\n", ""))
     path = program(tmp_path / "train_gpt2.py", script)
-    assert not check("ddp", path).ok
+    assert not check_script("ddp", path).ok
     out = capsys.readouterr().out
     for title, line in (
             ("Move on past", "        self.position += self.B"),
@@ -104,7 +106,7 @@ def test_a_script_that_cannot_be_compared(tmp_path, capsys):
                    "use_device(hp.device)"))
     path.write_bytes(f"# -*- coding: latin-1 -*-\n# é\n{script}".encode(
         "latin-1"))
-    assert not check("ddp", path).ok
+    assert not check_script("ddp", path).ok
     out = capsys.readouterr().out
     assert "rank 1 uses device 0" in out and "It is" not in out
     assert out.rstrip().endswith("Not correct yet. Use -v for details.")
@@ -112,4 +114,5 @@ def test_a_script_that_cannot_be_compared(tmp_path, capsys):
 
 def test_what_the_lesson_cannot_do_either_is_no_change():
     """Such as a machine without MPI."""
-    assert not list(localise.find([1, 2], lambda items: "there is no MPI"))
+    assert not list(localise.find_breaking([1, 2],
+                                           lambda items: "there is no MPI"))

@@ -12,10 +12,10 @@ from conftest import program
 from backstage import ROOT
 from rankcheck.engine.workspace import Workspace
 from workshop.check import experiment
-from workshop.check.command import check
+from workshop.check.command import check_script
 from workshop.check.experiment import reference_of
 from workshop.check.plan import plan_runs
-from workshop.check.questions import ask
+from workshop.check.questions import ask_questions
 from workshop.check.stage_runs import Bench
 from workshop.diff import documents
 from workshop.diff.diff import Diff
@@ -101,7 +101,7 @@ def test_the_check_says_what_the_answer_quotes(
     script = program(tmp_path / "train_gpt2.py", make())
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert check(stage, script, change=number).failures
+        assert check_script(stage, script, change=number).failures
     failed = re.search("^  FAIL +(.*)$", out.getvalue(), re.MULTILINE)
     assert quoted in failed[1], out.getvalue()
 
@@ -115,7 +115,7 @@ def test_the_check_warns_of_what_the_answer_quotes(
     monkeypatch.chdir(tmp_path)
     script = program(tmp_path / "train_gpt2.py", make())
     number = Diff(stage, script).remaining[0].number
-    assert check(stage, script, change=number).ok
+    assert check_script(stage, script, change=number).ok
     out = capsys.readouterr().out
     quotes = re.findall("`([^`]+)`", WARNS.search(text)[1])
     assert quotes and "  warning  " in out
@@ -153,7 +153,7 @@ def test_the_check_knows_a_wrapper_of_ones_own(tmp_path):
                   script.read_bytes())
     reference = reference_of(bench)
     planned, _ = plan_runs("ddp", quickly=True)
-    results = ask(bench.make(planned), reference, planned.kind)
+    results = ask_questions(bench.make(planned), reference, planned.kind)
     assert results.findings and not results.internal_errors
     assert all(finding.verdict == "ok" for finding in results.findings)
 

@@ -20,8 +20,8 @@ from rankcheck.engine.workspace import Workspace
 from rankcheck_testing.expected import read_expected
 from workshop.check.experiment import reference_of
 from workshop.check.plan import MINIBATCH, STEPS, plan_runs
-from workshop.check.questions import QUESTIONS, ask
-from workshop.check.questions.question import LAST, TIED
+from workshop.check.questions import QUESTIONS, ask_questions
+from workshop.check.questions.question import LAST_PARAMETERS, TIED
 from workshop.check.stage_runs import Bench
 from workshop.stages import STAGES
 
@@ -68,7 +68,7 @@ def answers(recorded, stage, column, change):
     kind, run = runs[column]
     run = copy.deepcopy(run)
     kind = change(run) or kind
-    found = ask(run, reference, kind)
+    found = ask_questions(run, reference, kind)
     assert not found.internal_errors
     return {finding.question: finding for finding in found.findings
             if finding.verdict != "ok"}
@@ -201,7 +201,7 @@ def untied(run):
     for start in (record.start for record in run.records):
         (name, shape), *_ = start["plain"]
         assert name == TIED
-        start["plain"].append((LAST, shape))
+        start["plain"].append((LAST_PARAMETERS, shape))
         start["flat"] = torch.cat([
             start["flat"], start["flat"][:math.prod(shape)]])
 

@@ -61,15 +61,17 @@ def main(args: argparse.Namespace) -> int:
     itself failed.
     """
     require_originals()
-    report = check(args.stage, verbose=args.verbose, events=args.events,
-                   change=args.change)
+    report = check_script(args.stage, verbose=args.verbose, events=args.events,
+                          change=args.change)
     if report.error:
         print(f"error: {report.error}", file=sys.stderr)
     return report.status
 
 
-def check(stage: str, script: str | Path = WORKING_COPY, verbose: bool = False,
-          events: bool = False, change: ChangeNumber | None = None) -> Report:
+def check_script(stage: str, script: str | Path = WORKING_COPY,
+                 verbose: bool = False,
+                 events: bool = False,
+                 change: ChangeNumber | None = None) -> Report:
     """Check a script, and print what is found as it is found.
 
     Args:
@@ -102,12 +104,12 @@ def check(stage: str, script: str | Path = WORKING_COPY, verbose: bool = False,
         # it imports torch while this process does
         fork_server.get_servers(modules_of(stage))
         with saying_that_it_lasts(out.say, LOADING), paused_collection():
-            from workshop.check.experiment import Experiment
+            from workshop.check.experiment import StageCheck
             from workshop.check.stage_runs import Bench
 
         workspace.files.changed()  # by others, while torch was imported
         bench = Bench(workspace, stage, script, data, out.say)
-        experiment = Experiment(bench, out, lines_as_in(yours, data), one,
+        experiment = StageCheck(bench, out, lines_as_in(yours, data), one,
                                 verbose)
         report = experiment.execute()
         # else it was another program, such as a notebook or a run
@@ -170,13 +172,13 @@ def make_others(diff: Diff, change: ChangeNumber, say: Callable[[str], None]
         return localise.OneChange(number)
     say(f"Change {number} ({items[0].title}) as it is in your script, "
         "with all others made:")
-    data = localise.without(diff, items, diff.remaining)
+    data = localise.make_without(diff, items, diff.remaining)
     require(data, "your edits conflict with the other changes: `python -m "
             f"workshop diff {diff.stage}` shows them")
-    return localise.OneChange(number, find_place(diff, number), data)
+    return localise.OneChange(number, locate_change(diff, number), data)
 
 
-def find_place(diff: Diff, number: int) -> str:
+def locate_change(diff: Diff, number: int) -> str:
     """Return ", line N" of a change: where it is one's own, or begins."""
     for item in diff.remaining:
         if item.number == number:

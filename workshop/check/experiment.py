@@ -1,7 +1,7 @@
 """The runs of a check, in turn, until one is wrong.
 
-Trying a script (`try_out`) prints nothing; what is printed follows from the
-`Outcome` of each run.
+Trying a script (`run_and_ask`) prints nothing; what is printed follows from
+the `Outcome` of each run.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rankcheck.engine.scratch import remove
 from workshop.board import CheckTerminal
 from workshop.check import localise
 from workshop.check.lines import NameLine, lines_as_in, name_lines
-from workshop.check.plan import STEPS, Mesh, PlannedRun, plan_runs
-from workshop.check.questions import ask
-from workshop.check.questions.question import number
+from workshop.check.plan import STEPS, Mesh, StageRunPlan, plan_runs
+from workshop.check.questions import ask_questions
+from workshop.check.questions.question import read_number
 from workshop.check.stage_runs import Bench, StageRun
 from workshop.diff import documents
 from workshop.diff.diff import Diff, RemainingChange
@@ -66,7 +66,7 @@ class Outcome:
         internal_errors: a line for each question that raised an exception.
     """
 
-    planned: PlannedRun
+    planned: StageRunPlan
     run: StageRun
     findings: list[Finding]
     mistake: Mistake | None
@@ -77,13 +77,14 @@ class Outcome:
         return not self.mistake and not self.internal_errors
 
 
-def try_out(bench: Bench, planned: PlannedRun, name: NameLine) -> Outcome:
+def run_and_ask(bench: Bench, planned: StageRunPlan,
+                name: NameLine) -> Outcome:
     """Make a run, and ask all questions about it.
 
     name: what a `Line` of the script that is tried is called.
     """
     run = bench.make(planned)
-    results = ask(run, reference_of(bench), planned.kind)
+    results = ask_questions(run, reference_of(bench), planned.kind)
     failures = [one for one in results.findings if one.verdict == "FAIL"]
     mistake = None
     if failures:
@@ -109,7 +110,7 @@ def reference_of(bench: Bench) -> StageRun:
     solution = STAGES[FIRST].solution
     if solution not in references:
         one = bench.with_script(solution.read_bytes(), FIRST).make(
-            PlannedRun("1", "whole", Mesh()))
+            StageRunPlan("1", "whole", Mesh()))
         reason = exits.explain_rank(one, 0).text
         require(len(one.rows) == STEPS and one.records[0], "the single-device "
                 f"stage does not run here: it {reason}")
@@ -119,7 +120,7 @@ def reference_of(bench: Bench) -> StageRun:
 
 
 @dataclass(frozen=True)
-class Experiment:
+class StageCheck:
     """The check of one script.
 
     Attributes:
@@ -150,7 +151,7 @@ class Experiment:
             self.out.report(run=planned.name)
             self.out.say(f"\nRun {place} of {len(plan)}: "
                          f"{planned.mesh.description}{planned.about}")
-            outcome = try_out(self.bench, planned, self.name)
+            outcome = run_and_ask(self.bench, planned, self.name)
             outcomes.append(outcome)
             self.tell(outcome)
             if not outcome.is_right:
@@ -161,7 +162,7 @@ class Experiment:
 
     # ------------------------------------------------------ what is printed
 
-    def announce(self, plan: Sequence[PlannedRun]) -> None:
+    def announce(self, plan: Sequence[StageRunPlan]) -> None:
         """Tell what will be tried."""
         names = [planned.name for planned in plan]
         self.out.report(columns=names)
@@ -180,7 +181,7 @@ class Experiment:
             self.out.report(answer=[finding.question, finding.verdict])
         run = outcome.run
         if outcome.planned.kind == "whole" and all(run.records):
-            picture = draw(run, reference_of(self.bench))
+            picture = draw_reading(run, reference_of(self.bench))
             self.out.report(picture=picture)
         if outcome.mistake:
             self.out.report(table=None)
@@ -274,10 +275,10 @@ def name_sizes(sizes: Sequence[int]) -> str:
     return f"{', '.join(others)} and {last} processes"
 
 
-def draw(run: StageRun, reference: StageRun) -> dict[str, Any]:
+def draw_reading(run: StageRun, reference: StageRun) -> dict[str, Any]:
     """Return who read what, and the losses, for a notebook's picture."""
     def losses(rows: Sequence[dict[str, str]]) -> list[float | None]:
-        values = [number(row, "loss") for row in rows]
+        values = [read_number(row, "loss") for row in rows]
         return [value if value == value else None for value in values]
 
     dp, tp = run.mesh.dp, run.mesh.tp
@@ -306,7 +307,7 @@ def diagnose(bench: Bench, out: Quiet, outcome: Outcome,
     stage, script = bench.stage, bench.script
     try:
         mine = Diff(stage, script)
-        diff = Diff(stage, script, localise.rename(
+        diff = Diff(stage, script, localise.rename_symbols(
             script.read_text("utf-8-sig"),  # there may be a mark
             STAGES[stage].solution.read_text("utf-8")).encode())
     except (UnicodeDecodeError, UserError, tokenize.TokenError):
@@ -329,7 +330,7 @@ def diagnose(bench: Bench, out: Quiet, outcome: Outcome,
     def symptom(part: Sequence[RemainingChange]) -> tuple[str, str] | None:
         key = frozenset(map(id, part))
         if key not in known:
-            data = localise.without(diff, part)
+            data = localise.make_without(diff, part)
             known[key] = None
             if data and reminder.is_due(time.monotonic()):
                 out.say("           still looking: "
@@ -342,7 +343,7 @@ def diagnose(bench: Bench, out: Quiet, outcome: Outcome,
         return (found.title, found.error) if found else None
 
     try:
-        for part in localise.find(items, symptom):
+        for part in localise.find_breaking(items, symptom):
             tell_cause(out, diff, part, known[frozenset(map(id, part))],
                        mistake)
     except NotKnown:
@@ -355,7 +356,7 @@ class NotKnown(Exception):
     """
 
 
-def try_part(bench: Bench, planned: PlannedRun, data: bytes, yours: bytes
+def try_part(bench: Bench, planned: StageRunPlan, data: bytes, yours: bytes
              ) -> Mistake | None:
     """Return the first mistake of another version of the script.
 
@@ -372,10 +373,10 @@ def try_part(bench: Bench, planned: PlannedRun, data: bytes, yours: bytes
     name = lines_as_in(yours, data)
     plan = [planned]
     if planned.kind == "resumed":  # there has to be a run
-        plan.insert(0, PlannedRun("1", "whole", Mesh()))
+        plan.insert(0, StageRunPlan("1", "whole", Mesh()))
     try:
         for one in plan:
-            outcome = try_out(other, one, name)
+            outcome = run_and_ask(other, one, name)
             if outcome.mistake:
                 return outcome.mistake
             if outcome.internal_errors:
@@ -388,7 +389,7 @@ def try_part(bench: Bench, planned: PlannedRun, data: bytes, yours: bytes
 def tell_cause(out: Quiet, diff: Diff, part: Sequence[RemainingChange],
                found: Mistake | None, mistake: Mistake) -> None:
     """Tell which differences are the mistake, and what the lesson does."""
-    text = f"It is {localise.name(part)}"
+    text = f"It is {localise.name_changes(part)}"
     if found and found.text != mistake.text:
         text += f": {found.text}"
     out.say(f"           {text}.")

@@ -17,7 +17,7 @@ from difflib import SequenceMatcher
 
 from workshop.diff.diff import Diff, RemainingChange
 
-MOST = 2  # mistakes that are named
+MOST_MISTAKES = 2  # mistakes that are named
 TRIES = 20  # scripts that are tried: a second each, on an idle machine
 
 
@@ -40,9 +40,9 @@ class OneChange:
 Fails = Callable[[Sequence[RemainingChange]], bool]
 
 
-def smallest(items: list[RemainingChange], fails: Fails,
-             beside: Sequence[RemainingChange] = ()
-             ) -> list[RemainingChange]:
+def find_smallest(items: list[RemainingChange], fails: Fails,
+                  beside: Sequence[RemainingChange] = ()
+                  ) -> list[RemainingChange]:
     """Return a part of the items with which `fails` holds, and none smaller.
 
     This is delta debugging (Zeller and Hildebrandt, "Simplifying and
@@ -61,18 +61,18 @@ def smallest(items: list[RemainingChange], fails: Fails,
     first, second = items[:len(items) // 2], items[len(items) // 2:]
     for part in (first, second):
         if fails([*beside, *part]):
-            return smallest(part, fails, beside)
-    first = smallest(first, fails, [*beside, *second])
-    return first + smallest(second, fails, [*beside, *first])
+            return find_smallest(part, fails, beside)
+    first = find_smallest(first, fails, [*beside, *second])
+    return first + find_smallest(second, fails, [*beside, *first])
 
 
-def find(items: list[RemainingChange],
-         symptom: Callable[[Sequence[RemainingChange]], object]
-         ) -> Iterator[list[RemainingChange]]:
+def find_breaking(items: list[RemainingChange],
+                  symptom: Callable[[Sequence[RemainingChange]], object]
+                  ) -> Iterator[list[RemainingChange]]:
     """Yield each smallest set of differences that breaks the script.
 
-    It ends after `MOST` parts, or where `TRIES` are not enough for the
-    smallest.
+    It ends after `MOST_MISTAKES` parts, or where `TRIES` are not enough for
+    the smallest.
 
     Args:
         items: all differences.
@@ -82,7 +82,7 @@ def find(items: list[RemainingChange],
             counts.
     """
     tries = 0
-    for _ in range(MOST):
+    for _ in range(MOST_MISTAKES):
         seen = symptom(items) if items else None
         if seen in (None, symptom([])):
             return  # without them it fails, too: the cause is elsewhere
@@ -94,14 +94,14 @@ def find(items: list[RemainingChange],
             return tries <= TRIES and symptom(some) == seen
 
         alone = next((item for item in items if fails([item])), None)
-        part = smallest(items, fails) if alone is None else [alone]
+        part = find_smallest(items, fails) if alone is None else [alone]
         if tries > TRIES and len(items) > 1:
             return  # it may be larger than it has to be
         yield part
         items = [item for item in items if item not in part]
 
 
-def rename(yours: str, goal: str) -> str:
+def rename_symbols(yours: str, goal: str) -> str:
     """Return the script with the lesson's names, where its own are only
     others.
 
@@ -109,7 +109,7 @@ def rename(yours: str, goal: str) -> str:
     whose places the lesson has always the same name, which the script does not
     have. Lines stay lines.
     """
-    yours_tokens, goal_tokens = map(tokens, (yours, goal))
+    yours_tokens, goal_tokens = map(read_tokens, (yours, goal))
     own_strings = [token.string for token in yours_tokens]
     goal_strings = [token.string for token in goal_tokens]
     matcher = SequenceMatcher(None, own_strings, goal_strings, autojunk=False)
@@ -136,19 +136,19 @@ def rename(yours: str, goal: str) -> str:
 
 
 # Where a node of a syntax tree has the name that it gives or uses
-NAMES: dict[type[ast.AST], str] = {
+NAME_FIELDS: dict[type[ast.AST], str] = {
     ast.FunctionDef: "name", ast.ClassDef: "name", ast.arg: "arg",
     ast.alias: "asname", ast.Name: "id", ast.Attribute: "attr"}
 
 
 def defined(text: str) -> set[str]:
     """Return the names that a script gives to something."""
-    return {getattr(node, NAMES[type(node)])
-            for node in ast.walk(ast.parse(text)) if type(node) in NAMES
+    return {getattr(node, NAME_FIELDS[type(node)])
+            for node in ast.walk(ast.parse(text)) if type(node) in NAME_FIELDS
             and isinstance(getattr(node, "ctx", ast.Store()), ast.Store)}
 
 
-def tokens(text: str) -> list[tokenize.TokenInfo]:
+def read_tokens(text: str) -> list[tokenize.TokenInfo]:
     """Return a script's tokens, but for comments and line ends."""
     return [token for token in tokenize.generate_tokens(
         io.StringIO(text).readline) if token.type not in (
@@ -190,8 +190,9 @@ def kept_lines(diff: Diff, part: Sequence[RemainingChange]) -> str:
     return lines[0] if len(lines) == 1 and lines[0] in before else ""
 
 
-def without(diff: Diff, items: Sequence[RemainingChange],
-            among: Sequence[RemainingChange] | None = None) -> bytes | None:
+def make_without(diff: Diff, items: Sequence[RemainingChange],
+                 among: Sequence[RemainingChange] | None = None
+                 ) -> bytes | None:
     """Return the script with all differences made as in the lesson but these.
 
     Args:
@@ -213,7 +214,7 @@ def without(diff: Diff, items: Sequence[RemainingChange],
         return None
 
 
-def name(part: Sequence[RemainingChange]) -> str:
+def name_changes(part: Sequence[RemainingChange]) -> str:
     """Return the name and the lines of a part of the differences."""
     names = []
     for item in part:

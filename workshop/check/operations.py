@@ -36,7 +36,7 @@ Inputs = dict[str, torch.Tensor]
 Fault = tuple[str, list[int], bool]
 
 
-def numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:
+def draw_numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:
     """Return random numbers whose first dimension is contiguous.
     """
     return (torch.randn(shape[::-1]) * scale).to(DEVICE).permute(
@@ -48,17 +48,18 @@ def make_inputs() -> dict[str, tuple[Inputs, Function]]:
     torch.manual_seed(0)
     targets = (torch.arange(33, device=DEVICE) * 79).flip(0)
     return {
-        "gelu": ({"x": numbers(3, 13_000, scale=3)},
+        "gelu": ({"x": draw_numbers(3, 13_000, scale=3)},
                  partial(F.gelu, approximate="tanh")),
         "layer_norm": (
-            {"x": 0.03 + numbers(3, 267, 48, scale=0.01), "w": numbers(48),
-             "b": numbers(48)},
+            {"x": 0.03 + draw_numbers(3, 267, 48, scale=0.01),
+             "w": draw_numbers(48),
+             "b": draw_numbers(48)},
             lambda x, w, b: F.layer_norm(x, w.shape, w, b)),
         "cross_entropy": (
-            {"logits": numbers(33, 2600, scale=50).contiguous(),
+            {"logits": draw_numbers(33, 2600, scale=50).contiguous(),
              "targets": targets}, F.cross_entropy),
         "attention": (
-            {name: numbers(2, 1, 300, 10, scale=3) for name in "qkv"},
+            {name: draw_numbers(2, 1, 300, 10, scale=3) for name in "qkv"},
             partial(F.scaled_dot_product_attention, is_causal=True)),
     }
 
@@ -72,12 +73,12 @@ def compute(function: Function, tensors: Iterable[torch.Tensor],
     # a product for each side: cross-entropy overwrites its logits
     output = function(*(x * 1 if x.is_floating_point() else x for x in inputs))
     torch.manual_seed(1)
-    output.backward(numbers(*output.shape).to(output))
+    output.backward(draw_numbers(*output.shape).to(output))
     return [output, *(x.grad for x in inputs if x.is_floating_point())]
 
 
-def compare(function: Function, name: str, tolerance: float = 1e-5,
-            dtype: torch.dtype = torch.float32) -> str:
+def compare_operation(function: Function, name: str, tolerance: float = 1e-5,
+                      dtype: torch.dtype = torch.float32) -> str:
     """Return what is wrong with a function in the place of an operation.
 
     Args:
@@ -100,7 +101,7 @@ def compare(function: Function, name: str, tolerance: float = 1e-5,
         if a is None:
             return f"its {what} is None"
         if a.shape != b.shape or a.dtype != dtype:
-            return f"its {what} is {describe(a)}"
+            return f"its {what} is {describe_tensor(a)}"
         if not a.isfinite().all():
             return f"its {what} overflows: it is not finite"
         off = ((a - b).abs().max() / b.abs().max()).item()
@@ -112,7 +113,7 @@ def compare(function: Function, name: str, tolerance: float = 1e-5,
     return ""
 
 
-def describe(x: torch.Tensor) -> str:
+def describe_tensor(x: torch.Tensor) -> str:
     return f"{tuple(x.shape)} in {str(x.dtype).removeprefix('torch.')}"
 
 
@@ -206,9 +207,10 @@ def main(script: str) -> None:
             if name not in names:
                 break
             memory = memory or Memory()
-            found = compare(names[name], name)
+            found = compare_operation(names[name], name)
             if not found and name in AUTOCAST:
-                found = compare(names[name], name, 2e-2, torch.bfloat16)
+                found = compare_operation(names[name], name, 2e-2,
+                                          torch.bfloat16)
             results[name] = ""
             if memory.wrong:
                 results[name] = memory.wrong
@@ -217,11 +219,11 @@ def main(script: str) -> None:
             if results[name]:
                 break
     except Exception as error:  # whatever a script may raise
-        results[name] = explain(error, script)
+        results[name] = explain_operation(error, script)
     print("\n" + json.dumps(results))
 
 
-def explain(error: BaseException, script: str) -> Fault:
+def explain_operation(error: BaseException, script: str) -> Fault:
     """Return an error in one line, and the script's line of it."""
     line: list[int] = []
     cause: BaseException | None = error

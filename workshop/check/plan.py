@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from rankcheck.engine.ranks import Flag
-from workshop.check.probe import SAMPLES, T
+from workshop.check.probe import SAMPLE_COUNT, T
 from workshop.stages import STAGES, Stage
 from workshop.vocabulary import save_bytes
 
@@ -17,15 +17,15 @@ FREQUENT = 120  # four tokens of ten: gradients are long, and get clipped
 LEARNING_RATE = 3e-3  # its maximum
 UNEVEN = MINIBATCH + B  # samples that two ranks cannot share evenly
 RESUMED = 3  # steps after which it saves, and is resumed once
-EVERY = 2  # steps after which it evaluates
+EVAL_EVERY = 2  # steps after which it evaluates
 EVALUATED = 2  # minibatches of a validation loss
 # the device is left to the script: what it asks for is noted
-FLAGS = ("--preset", "tiny", "--precision", "fp32", "--no-compile",
-         "--max-steps", STEPS, "--minibatch-size", MINIBATCH,
-         "--microbatch-size", B, "--sequence-length", T,
-         "--learning-rate", LEARNING_RATE, "--eval-every", EVERY,
-         "--eval-minibatches", EVALUATED, "--generate-every", STEPS,
-         "--checkpoint-every", RESUMED)
+RUN_FLAGS = ("--preset", "tiny", "--precision", "fp32", "--no-compile",
+             "--max-steps", STEPS, "--minibatch-size", MINIBATCH,
+             "--microbatch-size", B, "--sequence-length", T,
+             "--learning-rate", LEARNING_RATE, "--eval-every", EVAL_EVERY,
+             "--eval-minibatches", EVALUATED, "--generate-every", STEPS,
+             "--checkpoint-every", RESUMED)
 
 
 @dataclass(frozen=True)
@@ -85,14 +85,14 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class PlannedRun:
+class StageRunPlan:
     """A run that is to be made: a column of the table.
 
     Attributes:
         name: the column's.
-        kind: which questions are asked: see `questions.question`.
+        kind: which questions are asked: see `check_question`.
         mesh: its processes.
-        flags: of the script, beside `FLAGS`.
+        flags: of the script, beside `RUN_FLAGS`.
         about: what is said of it, behind its processes.
     """
 
@@ -103,7 +103,7 @@ class PlannedRun:
     about: str = ""
 
 
-def plan_runs(stage: str, *, quickly: bool = False) -> list[PlannedRun]:
+def plan_runs(stage: str, *, quickly: bool = False) -> list[StageRunPlan]:
     """Return the runs of a check, in their order.
 
     quickly: as for one change: on two processes alone.
@@ -116,12 +116,12 @@ def plan_runs(stage: str, *, quickly: bool = False) -> list[PlannedRun]:
             pair = mesh
     runs = []
     if about.kernels:
-        runs.append(PlannedRun("operations", "operations", Mesh(),
+        runs.append(StageRunPlan("operations", "operations", Mesh(),
                                    about=", each operation alone"))
     for mesh in [pair] if quickly else meshes:
-        runs.append(PlannedRun(str(mesh), "whole", mesh))
+        runs.append(StageRunPlan(str(mesh), "whole", mesh))
     if pair.size > 1:
-        runs.append(PlannedRun(
+        runs.append(StageRunPlan(
             "uneven", "uneven", Mesh(dp=2), ("--minibatch-size", UNEVEN),
             f", a minibatch of {UNEVEN} samples"))
     if not quickly:
@@ -130,7 +130,7 @@ def plan_runs(stage: str, *, quickly: bool = False) -> list[PlannedRun]:
 
 
 def plan_other_flags(about: Stage, first: Mesh, pair: Mesh
-                     ) -> list[PlannedRun]:
+                     ) -> list[StageRunPlan]:
     """Return the runs that resume, stop early, or compute the same by
     other flags.
 
@@ -140,21 +140,21 @@ def plan_other_flags(about: Stage, first: Mesh, pair: Mesh
         pair: the mesh of these runs.
     """
     runs = [
-        PlannedRun(
+        StageRunPlan(
             "resumed", "resumed", pair, ("--resume",),
             f", resuming after step {RESUMED - 1} a run of "
             f"{first.description}"),
-        PlannedRun(
+        StageRunPlan(
             "stopped", "stopped", pair,
             ("--compile", "--recompute", "--generate-every", 1),
             ", stopped early")]
     if about.trainer:
         runs += [
-            PlannedRun(
+            StageRunPlan(
                 "bf16", "bf16", Mesh(),
                 ("--precision", "bf16", "--strategy", "ddp"),
                 ", --precision bf16"),
-            PlannedRun(
+            StageRunPlan(
                 "fsdp2", "fsdp2", pair, ("--strategy", "fsdp2", "--compile"),
                 ", --strategy fsdp2")]
     return runs
@@ -164,9 +164,9 @@ def make_dataset(folder: Path) -> None:
     """Write 40 samples of 32 tokens, the first of each being its number."""
     rng = np.random.default_rng(0)
     for split in ("train_000001", "val_000000"):
-        tokens = rng.integers(SAMPLES, 128, SAMPLES * T + 1)
+        tokens = rng.integers(SAMPLE_COUNT, 128, SAMPLE_COUNT * T + 1)
         tokens[1::2] = np.where(rng.random(len(tokens[1::2])) < 0.8,
                                 FREQUENT, tokens[1::2])
-        tokens[:-1:T] = np.arange(SAMPLES)
+        tokens[:-1:T] = np.arange(SAMPLE_COUNT)
         np.save(folder / f"check_{split}.npy", tokens.astype(np.uint16))
     save_bytes(folder)

@@ -29,15 +29,16 @@ from rankcheck.record.recorder import Log, OptimizerSteps, replace
 from rankcheck.record.tensors import LocalTensors, describe, plain_name
 from rankcheck.system.errors import InternalError
 
-MOST = 100  # steps of which everything is recorded
-SAMPLES, T = 40, 32  # of a run's dataset, where sample i begins with i
+MOST_STEPS = 100  # steps of which everything is recorded
+SAMPLE_COUNT, T = 40, 32  # of a run's dataset, where sample i begins with i
 
 
 Probe = Callable[[Log], object]
 
 
-def probes(run: str | Path, stopped: bool = False, lightning: bool = False
-           ) -> list[Probe]:
+def check_probes(run: str | Path, stopped: bool = False,
+                 lightning: bool = False
+                 ) -> list[Probe]:
     """Return the check's probes.
 
     Args:
@@ -47,11 +48,11 @@ def probes(run: str | Path, stopped: bool = False, lightning: bool = False
     """
     found: list[Probe] = [Course()]
     if stopped:
-        found.append(terminated)
-    found += [OptimizerSteps(), process, backstage, messages]
+        found.append(send_sigterm)
+    found += [OptimizerSteps(), process, watch_backstage, messages]
     if lightning:
-        found.append(trainer)
-    return [*found, opened, partial(written, run=str(run))]
+        found.append(watch_trainer)
+    return [*found, opened, partial(watch_checkpoints, run=str(run))]
 
 
 @dataclass
@@ -205,7 +206,7 @@ class Course:
             self.record.continued = tokens.tolist()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.log.step < MOST:
+        if self.log.step < MOST_STEPS:
             self.record.gradients.append(self.state("grad"))
             self.record.samples.append(self.step.first or self.step.again)
         if self.record.optimizers is None:
@@ -227,7 +228,7 @@ class Course:
                         for key, weight in weights)
 
 
-def backstage(log: Log) -> None:
+def watch_backstage(log: Log) -> None:
     """Note which device the script asks for, and where it calls no_sync().
 
     Any rank's error is said at once, as no launcher will end this rank.
@@ -268,7 +269,7 @@ def backstage(log: Log) -> None:
         f"error: {message}", file=sys.stderr, flush=True)
 
 
-def written(log: Log, run: str) -> None:
+def watch_checkpoints(log: Log, run: str) -> None:
     """Keep the files of the run's folder alone, by their final names."""
     def rename() -> None:
         log.record.writers = {
@@ -278,7 +279,7 @@ def written(log: Log, run: str) -> None:
     log.on("end", rename)
 
 
-def terminated(log: Log) -> None:
+def send_sigterm(log: Log) -> None:
     """Send a SIGTERM to rank 0, in its second step."""
     def end(optimizer: torch.optim.Optimizer) -> None:
         if log.step == 2:
@@ -288,7 +289,7 @@ def terminated(log: Log) -> None:
         log.on("stepped", end)
 
 
-def trainer(log: Log) -> None:
+def watch_trainer(log: Log) -> None:
     """Watch Lightning's Trainer; by default it writes to the log's folder."""
     with contextlib.suppress(ImportError):  # the script will say it
         from lightning.pytorch.trainer.trainer import Trainer

@@ -22,24 +22,24 @@ from rankcheck.engine.workspace import Workspace
 from rankcheck.system.errors import KILLED, require
 from workshop.check import probe
 from workshop.check.plan import (
-    FLAGS,
     MINIBATCH,
     RESUMED,
+    RUN_FLAGS,
     STEPS,
     Mesh,
-    PlannedRun,
+    StageRunPlan,
     make_dataset,
 )
 from workshop.jobs.mpirun import launcher_of
 from workshop.stages import STAGES, Stage, modules_of
 
 # Triton's interpreter takes long for each program of a kernel
-FEW = ("--microbatch-size", MINIBATCH // 2)
-INTERPRETED = 5  # times as much CPU time, at least
+SMALL_MICROBATCH = ("--microbatch-size", MINIBATCH // 2)
+INTERPRETER_FACTOR = 5  # times as much CPU time, at least
 COMPILING = 100.0  # seconds of a CPU on each rank: 7, if nothing is in a cache
 # CPU seconds that the single device's steps take before they are measured,
 # and times as many that a run may take. An idle machine needs 2 to 4 s.
-FIRST, TIMES = 20.0, 6
+FIRST_CPU_SECONDS, TIMES = 20.0, 6
 
 Checkpoint = dict[str, Any]  # as a stage saves it
 
@@ -150,7 +150,7 @@ class Bench:
         bench.reference = self.reference
         return bench
 
-    def make(self, planned: PlannedRun) -> StageRun:
+    def make(self, planned: StageRunPlan) -> StageRun:
         """Make a run; if it hangs, make it anew.
 
         In rare cases Open MPI 4 hangs before the script begins.
@@ -168,7 +168,7 @@ class Bench:
                 f"not print {size} lines")
         return run
 
-    def make_once(self, planned: PlannedRun) -> StageRun:
+    def make_once(self, planned: StageRunPlan) -> StageRun:
         if planned.kind != "resumed":
             return self.try_out(planned)
         # the first run, as it was in the middle
@@ -182,7 +182,7 @@ class Bench:
         run.first_step, run.resumed = RESUMED, state
         return run
 
-    def try_out(self, planned: PlannedRun) -> StageRun:
+    def try_out(self, planned: StageRunPlan) -> StageRun:
         """Run the script, or its operations alone, under observation."""
         script, flags, mesh = self.script, planned.flags, planned.mesh
         if planned.kind == "operations":
@@ -190,10 +190,10 @@ class Bench:
             flags = (self.script,)
         run_folder = self.folder / planned.name
         record_folder = self.folder / f"{planned.name}-seen"
-        few = FEW if STAGES[self.stage].kernels else ()
+        few = SMALL_MICROBATCH if STAGES[self.stage].kernels else ()
         run = self.workspace.run(
             StageRun(script, stage=self.stage, mesh=mesh),
-            (*FLAGS, *few, "--data", self.folder / "data",
+            (*RUN_FLAGS, *few, "--data", self.folder / "data",
              "--run-dir", run_folder, *mesh.flags(), *flags),
             record_folder, self.say,
             Budget(self.allow(planned), endless=3 * STEPS,
@@ -203,8 +203,8 @@ class Bench:
             env=quiet_environment(self.workspace.temporary),
             world_size=mesh.size if mesh.size > 1 else None,
             nodes=mesh.nodes, launcher=launcher_of(self.stage),
-            probes=probe.probes(run_folder, planned.kind == "stopped",
-                                self.uses_lightning),
+            probes=probe.check_probes(run_folder, planned.kind == "stopped",
+                                      self.uses_lightning),
             record=probe.CourseRecord, preload=self.preload, place=self.place)
         require(run.kills or not run.killed, KILLED)
         run.source, run.more = script.read_bytes(), flags
@@ -212,14 +212,14 @@ class Bench:
         shutil.rmtree(record_folder)
         return run
 
-    def allow(self, planned: PlannedRun) -> float:
+    def allow(self, planned: StageRunPlan) -> float:
         """Return how many seconds of a CPU a step of a run may take."""
-        needed = FIRST
+        needed = FIRST_CPU_SECONDS
         if self.reference:
             needed = max(1.0, self.reference.cpu)
         allowed = TIMES * needed
         if STAGES[self.stage].kernels:
-            allowed *= INTERPRETED
+            allowed *= INTERPRETER_FACTOR
         if "--compile" in planned.flags:
             allowed += COMPILING
         return allowed
@@ -237,7 +237,7 @@ class Bench:
                 run.state = torch.load(files[-1], weights_only=True)
 
 
-def count_steps(planned: PlannedRun) -> int:
+def count_steps(planned: StageRunPlan) -> int:
     """Return how many steps a run makes, 0 if that is not known."""
     return {"whole": STEPS, "bf16": STEPS, "fsdp2": STEPS,
             "resumed": STEPS - RESUMED}.get(planned.kind, 0)

@@ -1,8 +1,8 @@
 """The questions that a run is asked, causes before their effects.
 
 A question is a function of the run and of the single device's. It states
-what it is asked about with `question(...)`. Its place in the order is its
-place in the files, which are asked in the order of the imports here.
+what it is asked about with `check_question(...)`. Its place in the order is
+its place in the files, which are asked in the order of the imports here.
 """
 
 from rankcheck.engine.questions import QuestionResults, ask_all
@@ -15,11 +15,11 @@ from workshop.check.questions import model
 from workshop.check.questions import report
 # isort: on
 
-__all__ = ["QUESTIONS", "ask", "model", "process", "report"]
+__all__ = ["QUESTIONS", "ask_questions", "model", "process", "report"]
 
 
-def ask(run: StageRun, reference: StageRun, kind: str = "whole"
-        ) -> QuestionResults[Examined]:
+def ask_questions(run: StageRun, reference: StageRun, kind: str = "whole"
+                  ) -> QuestionResults[Examined]:
     """Ask all questions about a run, in their order.
 
     Args:

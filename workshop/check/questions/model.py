@@ -20,23 +20,23 @@ from rankcheck.engine.findings import (
 from rankcheck.record.tensors import describe, length, names
 from workshop.check.plan import LEARNING_RATE, MINIBATCH, STEPS, B
 from workshop.check.questions.question import (
-    LAST,
+    LAST_PARAMETERS,
     TIED,
-    ask_about,
+    assemble_tied,
+    check_column,
+    check_question,
     data_alone,
-    distance,
+    largest_difference,
     no_pipeline,
-    put_together,
-    question,
 )
 from workshop.check.stage_runs import StageRun
 
-GRADIENT = 1e-3  # relative
+GRADIENT_TOLERANCE = 1e-3  # relative
 
 
-@question("each step reads its minibatch, each sample once",
-          ("whole", "resumed"))
-def samples(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("each step reads its minibatch, each sample once",
+                ("whole", "resumed"))
+def check_samples(run: StageRun, reference: StageRun) -> Finding | None:
     """Distinct over data-parallel ranks, equal over tensor-parallel ones."""
     dp, tp = run.mesh.dp, run.mesh.tp
     size = MINIBATCH // dp if run.about.split == "layers" else B
@@ -59,16 +59,16 @@ def samples(run: StageRun, reference: StageRun) -> Finding | None:
                                 "single": len(own)}, kind="batch-size")
             if actual and actual != own:
                 return fail(f"samples of step {step}: rank {rank} reads "
-                            f"{shorten(actual)}, not {shorten(own)}",
+                            f"{join_numbers(actual)}, not {join_numbers(own)}",
                             ranks=[rank], numbers={"step": step},
                             kind="other-samples")
         return fail(f"samples of step {step} are not "
-                    f"{shorten(expected)}, each "
+                    f"{join_numbers(expected)}, each "
                     "once", numbers={"step": step}, kind="other-samples")
     return None
 
 
-def shorten(numbers: Sequence[int]) -> str:
+def join_numbers(numbers: Sequence[int]) -> str:
     """Return some numbers of samples, in words."""
     if len(numbers) > 2:
         begin, end = numbers[0], numbers[-1]
@@ -80,8 +80,8 @@ def shorten(numbers: Sequence[int]) -> str:
     return text
 
 
-@question("the optimizer matches the single device's")
-def optimizer(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("the optimizer matches the single device's")
+def check_optimizer(run: StageRun, reference: StageRun) -> Finding | None:
     """What it updates, and how: groups of parameters by name."""
     expected = by_name(reference.record_of(0).optimizers or [])
     updated: set[str] = set()
@@ -108,15 +108,17 @@ def by_name(groups: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             if name != "?"}
 
 
-@question("every rank starts from the same weights", ("whole", "resumed"))
-def first_weights(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("every rank starts from the same weights",
+                ("whole", "resumed"))
+def check_first_weights(run: StageRun, reference: StageRun) -> Finding | None:
     """Those of the single device, or of the checkpoint that is resumed."""
-    expected = put_together([
+    expected = assemble_tied([
         reference.record_of(0).first_weights if run.resumed is None else
         describe(run.resumed["model"].items())])
     if not all(record.start for record in run.all_records):
         return fail("the model is never called to train", kind="not-called")
-    actual = put_together([record.first_weights for record in run.all_records])
+    actual = assemble_tied([record.first_weights for record
+                            in run.all_records])
     missing = actual.holes + sorted(
         expected.tensors.keys() - actual.tensors.keys())
     if missing and run.resumed is None:
@@ -126,7 +128,7 @@ def first_weights(run: StageRun, reference: StageRun) -> Finding | None:
         return fail(f"rank {min(actual.differing)} starts with different "
                     "weights than rank 0", ranks=sorted(actual.differing),
                     kind="unequal-initial-weights")
-    if not distance(actual, expected) <= 0:
+    if not largest_difference(actual, expected) <= 0:
         owner = "the checkpoint"
         if not run.first_step:
             owner = "the single device"
@@ -135,17 +137,18 @@ def first_weights(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@question("the embedding and lm_head are one matrix", where=no_pipeline)
-def tied(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("the embedding and lm_head are one matrix", where=no_pipeline)
+def check_tied_weights(run: StageRun, reference: StageRun) -> Finding | None:
     """A plan makes two parameters of what has two names."""
-    if {LAST, TIED} <= names(run.record_of(0).first_weights):
+    if {LAST_PARAMETERS, TIED} <= names(run.record_of(0).first_weights):
         return fail("wte.weight and lm_head.weight are two parameters",
                     kind="untied-weights")
     return None
 
 
-@question("it trains in the precision that is asked for", ("whole", "bf16"))
-def precision(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("it trains in the precision that is asked for",
+                ("whole", "bf16"))
+def check_precision(run: StageRun, reference: StageRun) -> Finding | None:
     wanted = "bf16" if "bf16" in run.more else "fp32"
     known = [record.precision for record in run.all_records
              if record.precision]
@@ -156,8 +159,8 @@ def precision(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@question("--strategy fsdp2 leaves each rank a part", ("fsdp2",))
-def sharding(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("--strategy fsdp2 leaves each rank a part", ("fsdp2",))
+def check_sharding(run: StageRun, reference: StageRun) -> Finding | None:
     if not all(record.start and record.start["sharded"]
                for record in run.all_records):
         return fail("with --strategy fsdp2 every rank keeps the whole model",
@@ -165,16 +168,16 @@ def sharding(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-ask_about("lr", "learning rates agree", "learning rate", 1e-6)
+check_column("lr", "learning rates agree", "learning rate", 1e-6)
 
 
-@question("gradients match the single device's", ("whole", "resumed"))
-def gradients(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("gradients match the single device's", ("whole", "resumed"))
+def check_gradients(run: StageRun, reference: StageRun) -> Finding | None:
     """Equal on all ranks that hold the same, and right, at every step."""
     for step in range(run.first_step, STEPS):
-        expected = put_together([reference.record_of(0).gradients[step]])
-        actual = put_together([record.gradients[step - run.first_step]
-                               for record in run.all_records])
+        expected = assemble_tied([reference.record_of(0).gradients[step]])
+        actual = assemble_tied([record.gradients[step - run.first_step]
+                                for record in run.all_records])
         unequal = [rank for rank, off in actual.differing.items()
                    if off > 1e-6 * max(1.0, length(expected.tensors))]
         if unequal:
@@ -185,7 +188,7 @@ def gradients(run: StageRun, reference: StageRun) -> Finding | None:
                         ranks=unequal, numbers={"step": step},
                         kind="unequal-gradients")
         error = actual.error(expected)
-        if not error <= GRADIENT:
+        if not error <= GRADIENT_TOLERANCE:
             return fail(f"gradients of step {step} have a relative error "
                         f"of {percent(error)}",
                         numbers={"step": step, "error": error},
@@ -193,8 +196,8 @@ def gradients(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@question("gradients are reduced at most once a step", where=data_alone)
-def reductions(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("gradients are reduced at most once a step", where=data_alone)
+def check_reductions(run: StageRun, reference: StageRun) -> Finding | None:
     """How often each gradient is all-reduced in a step.
 
     Not at all, where they agree all the same: another way was found.
@@ -218,9 +221,9 @@ def reductions(run: StageRun, reference: StageRun) -> Finding | None:
         "the communication", fix, numbers={"times": count}, kind=kind)
 
 
-@question("weights are gathered block by block",
-          where=lambda run: data_alone(run) and run.about.shards)
-def gathers(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("weights are gathered block by block",
+                where=lambda run: data_alone(run) and run.about.shards)
+def check_gathers(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether one gather brings the whole model to every rank."""
     largest = max((call["elements"] for call in run.calls(0)
                    if call["call"] == "allgather_base" and call["step"]),
@@ -234,14 +237,15 @@ def gathers(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@question("final weights match the single device's", ("whole", "resumed"))
-def weights(run: StageRun, reference: StageRun) -> Finding | None:
-    expected = put_together([reference.record_of(0).last_weights])
-    actual = put_together([record.last_weights for record in run.all_records])
+@check_question("final weights match the single device's",
+                ("whole", "resumed"))
+def check_final_weights(run: StageRun, reference: StageRun) -> Finding | None:
+    expected = assemble_tied([reference.record_of(0).last_weights])
+    actual = assemble_tied([record.last_weights for record in run.all_records])
     if actual.differing:
         return fail(f"the final weights of rank {min(actual.differing)} are "
                     "not rank 0's", kind="unequal-weights")
-    error = distance(actual, expected)
+    error = largest_difference(actual, expected)
     if not error <= 0.02 * LEARNING_RATE:
         return fail(f"the final weights differ by up to {error:.1e}",
                     kind="weights-differ")

@@ -17,13 +17,13 @@ from rankcheck.engine import exits
 from rankcheck.engine.findings import Finding, Line, counted, fail, ok, warn
 from rankcheck.record.tensors import names
 from workshop.check.plan import STEPS, UNEVEN, B
-from workshop.check.questions.question import question, several
+from workshop.check.questions.question import check_question, several
 from workshop.check.stage_runs import StageRun
 
 
-@question("each operation computes what PyTorch's does", ("operations",),
-          early=True)
-def operations(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("each operation computes what PyTorch's does", ("operations",),
+                early=True)
+def check_operations(run: StageRun, reference: StageRun) -> Finding | None:
     """What workshop.check.operations says of them."""
     finding = exits.explain(run)
     if finding:
@@ -41,17 +41,17 @@ def operations(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@question("it trains with kernels of its own",
-          where=lambda run: run.about.kernels)
-def own(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("it trains with kernels of its own",
+                where=lambda run: run.about.kernels)
+def check_own_kernels(run: StageRun, reference: StageRun) -> Finding | None:
     for name in run.facts("pytorch"):
         return fail(f"it trains with PyTorch's {name}, not with a kernel of "
                     "its own", kind="no-kernel")
     return None
 
 
-@question("the optimizer updates the model that is trained", early=True)
-def updated(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("the optimizer updates the model that is trained", early=True)
+def check_updated_model(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether any of its weights are the model's: asked first, since it may
     be the checkpoint that fails.
     """
@@ -63,9 +63,9 @@ def updated(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@question("it runs to its end", ("whole", "resumed", "bf16", "fsdp2"),
-          early=True)
-def how_it_ends(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("it runs to its end", ("whole", "resumed", "bf16", "fsdp2"),
+                early=True)
+def check_end(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether every rank finishes, after all steps."""
     finding = exits.explain(run)
     if finding:
@@ -86,9 +86,9 @@ def how_it_ends(run: StageRun, reference: StageRun) -> Finding | None:
     return ok(f"it runs to its end ({run.seconds:.1f} s)", kind="runs")
 
 
-@question("each rank holds its part of the model",
-          where=lambda run: run.about.shards)
-def parts(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("each rank holds its part of the model",
+                where=lambda run: run.about.shards)
+def check_parts(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether a sharded stage shards, and how."""
     starts = [record.start for record in run.all_records
               if record.start is not None]
@@ -125,8 +125,8 @@ def uses_trainer(run: StageRun) -> bool:
     return run.about.trainer or bool(run.facts("fit"))
 
 
-@question("it trains with Lightning", where=uses_trainer)
-def trainer(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("it trains with Lightning", where=uses_trainer)
+def check_trainer(run: StageRun, reference: StageRun) -> Finding | None:
     if not run.about.trainer:
         return fail(f"trainer.fit() is called: it is not stage {run.stage}",
                     kind="lightning")
@@ -144,8 +144,9 @@ def trainer(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@question("the process group is destroyed at the end", where=several)
-def parting(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("the process group is destroyed at the end", where=several)
+def check_destroyed_group(run: StageRun,
+                          reference: StageRun) -> Finding | None:
     if any(record.joined for record in run.all_records):
         return warn("the process group is never destroyed",
                     "call dist.destroy_process_group() after the last "
@@ -154,8 +155,8 @@ def parting(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@question("each process asks for its own device")
-def devices(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("each process asks for its own device")
+def check_devices(run: StageRun, reference: StageRun) -> Finding | None:
     """Which device it would use on a machine with accelerators."""
     calls = [node for node in ast.walk(run.tree())
              if isinstance(node, ast.Call) and re.search(
@@ -183,8 +184,8 @@ def devices(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@question("every name that it uses is defined")
-def definitions(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("every name that it uses is defined")
+def check_definitions(run: StageRun, reference: StageRun) -> Finding | None:
     """Also in code that the check does not run, as under --compile."""
     for message in Checker(run.tree()).messages:
         if isinstance(message, UndefinedName):
@@ -193,9 +194,9 @@ def definitions(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@question("a minibatch that cannot be shared is refused", ("uneven",),
-          early=True)
-def uneven(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("a minibatch that cannot be shared is refused", ("uneven",),
+                early=True)
+def check_uneven(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether all ranks end together if the samples do not divide evenly."""
     prefix = (f"with a minibatch of {UNEVEN} samples, which 2 ranks with "
               f"microbatches of {B} cannot share, ")
@@ -207,8 +208,9 @@ def uneven(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@question("it is compiled if that is asked for", ("whole", "stopped", "fsdp2"))
-def compiled(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("it is compiled if that is asked for",
+                ("whole", "stopped", "fsdp2"))
+def check_compiled(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether what torch.compile returns is what is called."""
     used = {record.compiled for record in run.all_records}
     start = run.record_of(0).start
@@ -225,8 +227,8 @@ def compiled(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@question("--recompute keeps few activations", ("stopped",))
-def recomputed(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("--recompute keeps few activations", ("stopped",))
+def check_recomputed(run: StageRun, reference: StageRun) -> Finding | None:
     if not all(record.recomputed for record in run.all_records):
         return fail("--recompute has no effect", kind="no-recompute")
     return None

@@ -16,8 +16,8 @@ from workshop.check.plan import STEPS
 from workshop.check.stage_runs import StageRun
 
 # Two names of one matrix: each end of a pipeline has a copy of it.
-LAST, TIED = "lm_head.weight", "transformer.wte.weight"
-put_together = partial(assemble, same={LAST: TIED})
+LAST_PARAMETERS, TIED = "lm_head.weight", "transformer.wte.weight"
+assemble_tied = partial(assemble, same={LAST_PARAMETERS: TIED})
 
 # Errors that a comparison may raise on what a script has left: a checkpoint,
 # for example, may hold anything.
@@ -47,9 +47,9 @@ Compare: TypeAlias = Callable[[StageRun, StageRun], "Finding | None"]
 QUESTIONS: list[Question[Examined]] = []
 
 
-def question(title: str, kinds: tuple[str, ...] = ("whole",),
-             where: Callable[[StageRun], bool] = always,
-             early: bool = False) -> Callable[[Compare], Compare]:
+def check_question(title: str, kinds: tuple[str, ...] = ("whole",),
+                   where: Callable[[StageRun], bool] = always,
+                   early: bool = False) -> Callable[[Compare], Compare]:
     """Ask the decorated function about runs.
 
     Args:
@@ -66,7 +66,7 @@ def question(title: str, kinds: tuple[str, ...] = ("whole",),
             return examined.kind in kinds and has_ended and where(run)
 
         def find(examined: Examined) -> list[Finding]:
-            return [judge(title, compare, examined)]
+            return [answer_question(title, compare, examined)]
 
         QUESTIONS.append(Question(title, find, applies, ends=early))
         return compare
@@ -74,7 +74,8 @@ def question(title: str, kinds: tuple[str, ...] = ("whole",),
     return add
 
 
-def judge(title: str, compare: Compare, examined: Examined) -> Finding:
+def answer_question(title: str, compare: Compare,
+                    examined: Examined) -> Finding:
     """Return a comparison's finding, or a failure where it cannot be found."""
     try:
         found = compare(examined.run, examined.reference)
@@ -103,7 +104,7 @@ def data_alone(run: StageRun) -> bool:
     return run.mesh.is_data_parallel and several(run)
 
 
-def distance(actual: Whole, expected: Whole) -> float:
+def largest_difference(actual: Whole, expected: Whole) -> float:
     """Return the largest difference of an element, in the names of both.
 
     It is nan if one of the elements is.
@@ -114,7 +115,7 @@ def distance(actual: Whole, expected: Whole) -> float:
     return float(np.max(off)) if off else float("nan")
 
 
-def number(row: dict[str, str], column: str) -> float:
+def read_number(row: dict[str, str], column: str) -> float:
     """Return a value of metrics.csv; nan if it is no number."""
     try:
         return float(row[column])
@@ -122,8 +123,8 @@ def number(row: dict[str, str], column: str) -> float:
         return float("nan")
 
 
-def ask_about(column: str, title: str, name: str, tolerance: float,
-              *kinds: str) -> None:
+def check_column(column: str, title: str, name: str, tolerance: float,
+                 *kinds: str) -> None:
     """Ask whether a column of the log is the single device's.
 
     Args:
@@ -133,12 +134,12 @@ def ask_about(column: str, title: str, name: str, tolerance: float,
         tolerance: relative.
         kinds: of runs, beside "whole".
     """
-    @question(title, ("whole", *kinds))
+    @check_question(title, ("whole", *kinds))
     def compare(run: StageRun, reference: StageRun) -> Finding | None:
-        rows = {number(row, "step"): row for row in run.rows}
+        rows = {read_number(row, "step"): row for row in run.rows}
         for step in range(STEPS):
-            value = number(rows.get(step, {}), column)
-            expected = number(reference.rows[step], column)
+            value = read_number(rows.get(step, {}), column)
+            expected = read_number(reference.rows[step], column)
             if np.isnan(value) and np.isnan(expected):
                 continue
             if np.isnan(value):

@@ -12,12 +12,12 @@ from rankcheck.engine.findings import Finding, counted, fail, percent, warn
 from rankcheck.record.tensors import Whole, describe
 from workshop.check.plan import LEARNING_RATE, STEPS
 from workshop.check.questions.question import (
-    ask_about,
-    distance,
+    assemble_tied,
+    check_column,
+    check_question,
+    largest_difference,
     no_pipeline,
-    number,
-    put_together,
-    question,
+    read_number,
     several,
 )
 from workshop.check.stage_runs import Checkpoint, StageRun
@@ -25,14 +25,14 @@ from workshop.check.stage_runs import Checkpoint, StageRun
 PROMPT = "> Hello, I'm a language model,"
 
 
-ask_about("norm", "gradient norms agree", "gradient norm", 1e-4, "fsdp2")
-ask_about("loss", "losses agree at every step", "logged loss", 1e-5,
-          "resumed", "fsdp2")
-ask_about("val_loss", "validation losses agree", "validation loss", 1e-5)
+check_column("norm", "gradient norms agree", "gradient norm", 1e-4, "fsdp2")
+check_column("loss", "losses agree at every step", "logged loss", 1e-5,
+             "resumed", "fsdp2")
+check_column("val_loss", "validation losses agree", "validation loss", 1e-5)
 
 
-@question("no more is evaluated than by the single device")
-def evaluated(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("no more is evaluated than by the single device")
+def check_evaluated(run: StageRun, reference: StageRun) -> Finding | None:
     expected, actual = (
         sum(record.evaluated for record in one.all_records) // one.mesh.tp
         for one in (reference, run))
@@ -43,18 +43,18 @@ def evaluated(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@question("the logged seconds are those of the steps")
-def logged_seconds(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("the logged seconds are those of the steps")
+def check_logged_seconds(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether the logged seconds are plausible: the run took longer."""
-    logged = sum(number(row, "seconds") for row in run.rows)
+    logged = sum(read_number(row, "seconds") for row in run.rows)
     if not 0 < logged <= run.seconds:
         return fail(f"the log says {logged:.1f} seconds for all steps, and "
                     f"the whole run took {run.seconds:.1f}", kind="seconds")
     return None
 
 
-@question("only rank 0 logs and saves", where=several)
-def writers(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("only rank 0 logs and saves", where=several)
+def check_writers(run: StageRun, reference: StageRun) -> Finding | None:
     written: dict[str, int] = {}  # file -> the rank that writes it
     for rank, record in enumerate(run.all_records):
         for path in record.writers:
@@ -67,8 +67,9 @@ def writers(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@question("every rank generates its own text", where=no_pipeline)
-def generated_texts(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("every rank generates its own text", where=no_pipeline)
+def check_generated_texts(run: StageRun,
+                          reference: StageRun) -> Finding | None:
     """Four of each, printed by rank 0; a TP group writes them together."""
     tp = run.mesh.tp
     for rank, record in enumerate(run.all_records):
@@ -91,8 +92,8 @@ def generated_texts(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@question("its checkpoints match the single device's")
-def checkpoint(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("its checkpoints match the single device's")
+def check_checkpoint(run: StageRun, reference: StageRun) -> Finding | None:
     """The whole state by name: weights, and the optimizer's moments."""
     if run.state is None:
         return fail("there is no checkpoint", kind="no-checkpoint")
@@ -118,7 +119,7 @@ def checkpoint(run: StageRun, reference: StageRun) -> Finding | None:
         name = [*odd, *actual][0]
         return fail(f"the checkpoint has different names ({name})",
                     kind="checkpoint-names")
-    off = distance(whole(actual, prefix), whole(expected))
+    off = largest_difference(whole(actual, prefix), whole(expected))
     if not off <= 0.02 * LEARNING_RATE:
         return fail(f"the checkpoint's weights differ by up to {off:.1e}",
                     kind="checkpoint-weights")
@@ -148,8 +149,8 @@ def prefix_of(actual: Collection[str], expected: Collection[str]) -> str:
 def whole(tensors: Mapping[str, torch.Tensor | None], prefix: str = ""
           ) -> Whole:
     """Return the tensors of a checkpoint, without a prefix of their names."""
-    return put_together([describe((name.removeprefix(prefix), tensor)
-                                  for name, tensor in tensors.items())])
+    return assemble_tied([describe((name.removeprefix(prefix), tensor)
+                                   for name, tensor in tensors.items())])
 
 
 def moments(state: Checkpoint) -> dict[str, torch.Tensor | None]:
@@ -158,9 +159,9 @@ def moments(state: Checkpoint) -> dict[str, torch.Tensor | None]:
             in ((state.get("optimizer") or {}).get("state") or {}).items()}
 
 
-@question("a signal to one rank ends all of them, after a checkpoint",
-          ("stopped",), early=True)
-def stopping(run: StageRun, reference: StageRun) -> Finding | None:
+@check_question("a signal to one rank ends all of them, after a checkpoint",
+                ("stopped",), early=True)
+def check_stopping(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether a signal to rank 0 alone ends all of them, losing nothing."""
     ended = exits.explain(run)
     if ended:
