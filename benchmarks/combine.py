@@ -12,21 +12,21 @@ from pathlib import Path
 
 from backstage.errors import require, run_main
 from backstage.files import show_path, write_atomically
-from workshop.diff.diff import differences
-from workshop.stages import FIRST, STAGES
+from workshop.diff.diff import line_differences
+from workshop.stages import FIRST_STAGE, STAGES
 
 NAME = re.compile(r'(?<=\bRun\(")\w*')  # what a script calls its runs
 
 
 def combine(*stages):
     """The text of std with the changes of these stages."""
-    base, *others = (read(stage) for stage in (FIRST, *stages))
+    base, *others = (read(stage) for stage in (FIRST_STAGE, *stages))
     edits = sorted({(i1, i2, *other[j1:j2]) for other in others
-                    for i1, i2, j1, j2 in differences(base, other)})
+                    for i1, i2, j1, j2 in line_differences(base, other)})
     for (first, end, *_), (begin, last, *_) in pairwise(edits):
         require(end <= begin and first < last,
                 f"{' and '.join(stages)} both change line {begin + 1} of "
-                f"{FIRST}: no script can have both")
+                f"{FIRST_STAGE}: no script can have both")
     lines = [*base]
     for begin, end, *new in reversed(edits):
         lines[begin:end] = new
@@ -37,7 +37,7 @@ def combine(*stages):
 
 def read(stage):
     """A finished script's lines, without what it calls itself."""
-    path = STAGES[FIRST].solution.with_name(f"train_gpt2_{stage}.py")
+    path = STAGES[FIRST_STAGE].solution.with_name(f"train_gpt2_{stage}.py")
     require(path.exists(), f"there is no {show_path(path)}")
     lines = path.read_text("utf-8").splitlines(keepends=True)
     return NAME.sub("", "".join(lines[1:])).splitlines(keepends=True)
@@ -50,7 +50,7 @@ def main():
     file = Path(file)
     require(not file.exists(), f"{file} exists already: choose another name")
     write_atomically(file, combine(*stages).encode())
-    print(f"{show_path(file)}: {FIRST} with the changes of "
+    print(f"{show_path(file)}: {FIRST_STAGE} with the changes of "
           f"{' and '.join(stages)}")
 
 

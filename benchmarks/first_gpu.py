@@ -203,7 +203,8 @@ class Bench:
             seen |= {"losses": losses, "tokens_per_second": statistics.median(
                 speeds[len(speeds) // 5:])}
         if item.script in STAGES:
-            result = runs.read(run)  # also of the steps before it was resumed
+            # also of the steps before it was resumed
+            result = runs.read_run(run)
             seen |= {
                 "tokens_per_second": result.tokens_per_second,
                 "memory": result.memory, "norm": result.rows[0]["norm"],

@@ -18,7 +18,7 @@ from backstage.checkpoint import (
     write_checkpoint,
 )
 from backstage.flags import DEMO
-from workshop.stages import find
+from workshop.stages import find_stage
 
 from turns import column, show, summary, take_turns, train
 
@@ -41,7 +41,7 @@ def measure(flags, device):
             for preset, size in sizes.items()}, flags.rounds)
     steps = 40 if flags.quick else 2000
     preset = "tiny" if flags.quick else "nano"
-    turn = train(find("std").solution, "--preset", preset,
+    turn = train(find_stage("std").solution, "--preset", preset,
                  "--device", device.type, "--max-steps", steps, "--data",
                  DEMO)
     tenth = steps // 10

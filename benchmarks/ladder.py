@@ -253,7 +253,7 @@ def measure(rung, flags, data, run):
              "fp32", "--eval-minibatches", 1, "--eval-every", steps,
              "--generate-every", steps, "--checkpoint-every", steps,
              *["--microbatch-size", 1] * few, timeout=seconds + 1800)
-    result = results.read(run)
+    result = results.read_run(run)
     rung.losses, rung.norms = (
         [row[name] for row in result.rows] for name in ("loss", "norm"))
     rung.step = result.seconds

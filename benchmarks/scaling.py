@@ -21,7 +21,7 @@ from backstage.flags import DEMO
 from backstage.flops import num_parameters
 from backstage.process import count_cores
 from workshop.results.runs import fit
-from workshop.stages import find
+from workshop.stages import find_stage
 
 from turns import column, show, summary, take_turns, train
 
@@ -40,7 +40,7 @@ def measure(flags, device):
     sizes |= {f"weak, {n}": (n, samples * n) for n in numbers[1:]}
     with tempfile.TemporaryDirectory() as folder:
         always = Path(folder, "no_sync.py")
-        ddp = find("ddp").solution
+        ddp = find_stage("ddp").solution
         text = ddp.read_text()
         require(NO_SYNC in text, f"{ddp} has no line {NO_SYNC}")
         always.write_text(text.replace(NO_SYNC, "with nullcontext():"))

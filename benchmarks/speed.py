@@ -18,7 +18,7 @@ from backstage import flags as stage_flags
 from backstage.device import has_bf16
 from backstage.errors import require
 from backstage.flops import flops_per_token, peak_flops
-from workshop.stages import find
+from workshop.stages import find_stage
 
 from turns import (
     SIDE,
@@ -54,11 +54,11 @@ def sides_of(preset, device, data):
                   "--microbatch-size", 1]
     fast = "bf16" if not quick and has_bf16(device) else "fp32"
     ours = [*sizes, "--precision", fast]
-    sides = {f"{name}, {fast}": (find(name).solution, ours, skip)
+    sides = {f"{name}, {fast}": (find_stage(name).solution, ours, skip)
              for name in ("std", "ddp", "lit")}
     if not gpu and not quick:
         sides[f"std, {fast}, compiled"] = (
-            find("std").solution, [*ours, "--compile"], max(2, skip))
+            find_stage("std").solution, [*ours, "--compile"], max(2, skip))
     theirs = fast if device.type == "cuda" else "fp32"
     sides[f"nanoGPT, {theirs}"] = (
         "nanogpt", [*sizes, "--precision", theirs], skip)

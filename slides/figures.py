@@ -18,18 +18,18 @@ import matplotlib
 from slides.schedules import GPIPE, ONE_F_ONE_B, events
 from workshop.notebook import pictures
 from workshop.notebook.pictures import (
-    COLOURS,
     GREY,
+    RANK_COLOURS,
     arrow,
-    box,
+    draw_box,
+    draw_text,
     middle,
     svg,
-    text,
 )
 from workshop.results import arithmetic, plot, runs
 from workshop.stages import STAGES
 
-BLUE, ORANGE = COLOURS[:2]
+BLUE, ORANGE = RANK_COLOURS[:2]
 LARGE = 13  # points of a plot's words, which can be read from the last row
 SOURCES = Path(__file__).parent / "source" / "figures"
 FIGURES = {}
@@ -140,15 +140,16 @@ def offset_and_stride(samples=16, B=2, ranks=2):
                 for rank in range(ranks)]
         missed = samples - len(set.union(*read))
         title += f": {missed} of {samples} are not read"
-        out.append(text(0, 62 * k + 16, title, "bold"))
+        out.append(draw_text(0, 62 * k + 16, title, "bold"))
         out += [pictures.sample_box(34 * i, 62 * k + 26, i, [
             rank for rank in range(ranks) if i in read[rank]])
             for i in range(samples)]
         told.append(f"{title[0].upper()}{title[1:]}.")
     y = 62 * len(told)
     for rank in range(ranks):
-        out += [box(110 * rank, y + 4, 20, 20, COLOURS[rank], opacity=1),
-                text(110 * rank + 26, y + 19, f"rank {rank}")]
+        out += [draw_box(110 * rank, y + 4, 20, 20, RANK_COLOURS[rank],
+                         opacity=1),
+                draw_text(110 * rank + 26, y + 19, f"rank {rank}")]
     return svg(34 * samples, y + 30, out, f"Who reads which of a step's "
                f"{samples} samples", f"{ranks} ranks with microbatches of "
                f"{B} samples; what both have read has the colours of both. "
@@ -162,13 +163,13 @@ def four_alike(processes: int = 4) -> str:
     wide = 140
     for k in range(processes):
         x = 150 * k
-        out += [box(x, 0, wide, 24, BLUE, "rank = 0", 0.4),
-                box(x, 28, wide, 24, GREY, "the whole model"),
-                box(x, 56, wide, 24, GREY, "all samples"),
+        out += [draw_box(x, 0, wide, 24, BLUE, "rank = 0", 0.4),
+                draw_box(x, 28, wide, 24, GREY, "the whole model"),
+                draw_box(x, 56, wide, 24, GREY, "all samples"),
                 arrow(x + wide / 2, 82, 108)]
     whole = 150 * processes - 10
-    out.append(box(0, 110, whole, 26, ORANGE,
-                   "one folder: the log, the checkpoint", 0.4))
+    out.append(draw_box(0, 110, whole, 26, ORANGE,
+                        "one folder: the log, the checkpoint", 0.4))
     return svg(whole, 138, out, "Processes that do not ask for their rank",
                f"{processes} processes. Each takes itself for rank 0, has the "
                "whole model, reads all samples, and writes to the same "
@@ -181,7 +182,7 @@ def all_read_all(samples: int = 16, ranks: int = 4) -> str:
     out = []
     for rank in range(ranks):
         y = 30 * rank
-        out.append(text(0, y + 15, f"rank {rank}"))
+        out.append(draw_text(0, y + 15, f"rank {rank}"))
         out += [pictures.sample_box(54 + 34 * i, y, i, [rank])
                 for i in range(samples)]
     return svg(54 + 34 * samples, 30 * ranks, out, "All read all samples",
@@ -200,8 +201,8 @@ def partition(samples=24, ranks=4):
     for title, read in (("divided: the ranks take turns", turns),
                         ("each rank shuffles by a seed of its own", draws)):
         missed = samples - len({i for part in read for i in part})
-        out.append(text(0, y + 16, f"{title}: {missed} of {samples} "
-                        "are not read", "bold"))
+        out.append(draw_text(0, y + 16, f"{title}: {missed} of {samples} "
+                             "are not read", "bold"))
         for i in range(samples):
             owners = [rank for rank in range(ranks) if i in read[rank]]
             out.append(pictures.sample_box(22 * i, y + 26, i, owners))
@@ -210,8 +211,9 @@ def partition(samples=24, ranks=4):
                     "of both.")
         y += 66
     for rank in range(ranks):
-        out += [box(110 * rank, y + 4, 20, 20, COLOURS[rank], opacity=1),
-                text(110 * rank + 26, y + 19, f"rank {rank}")]
+        out += [draw_box(110 * rank, y + 4, 20, 20, RANK_COLOURS[rank],
+                         opacity=1),
+                draw_text(110 * rank + 26, y + 19, f"rank {rank}")]
     return svg(22 * samples, y + 30, out, "Who reads which sample",
                " ".join(told))
 
@@ -227,26 +229,27 @@ def zero(gpus=8):
     left, unit, gap = 104, 3.1, 8
     bar, fills = 16 * unit, (ORANGE, "#6b6b6b", BLUE)
     right = left + gpus * (bar + gap)
-    out, told = [text(right, 14, "GPT-2 XL", "bold")], []
+    out, told = [draw_text(right, 14, "GPT-2 XL", "bold")], []
     for k, (name, size) in enumerate(kinds):
-        out += [box(left + 157 * k, 2, 18, 18, fills[k], opacity=0.75),
-                text(left + 24 + 157 * k, 15, f"{name}: {size} bytes")]
+        out += [draw_box(left + 157 * k, 2, 18, 18, fills[k], opacity=0.75),
+                draw_text(left + 24 + 157 * k, 15, f"{name}: {size} bytes")]
     for sharded, name in enumerate(names):
         y = 34 + 54 * sharded
-        out.append(text(0, y + 23, name, "bold"))
+        out.append(draw_text(0, y + 23, name, "bold"))
         for gpu in range(gpus):
             x = left + gpu * (bar + gap)
             for k, (_, size) in enumerate(kinds):
                 width = size * unit
-                out.append(box(x, y, width, 36, GREY, opacity=0))
+                out.append(draw_box(x, y, width, 36, GREY, opacity=0))
                 whole = k < len(kinds) - sharded
                 part = width if whole else width / gpus
                 begin = x if whole else x + gpu * part
-                out.append(box(begin, y, part, 36, fills[k], opacity=0.75))
+                out.append(draw_box(begin, y, part, 36, fills[k],
+                                    opacity=0.75))
                 x += width
         each = arithmetic.state(arithmetic.XL, gpus, [
             kind for kind, _ in kinds[len(kinds) - sharded:]]) / 1e9
-        out.append(text(right, y + 23, f"{each:.1f} GB", "bold"))
+        out.append(draw_text(right, y + 23, f"{each:.1f} GB", "bold"))
         told.append(f"{name}: {each:.1f} GB")
     return svg(right + 78, 34 + 54 * 4, out, "What each GPU keeps",
                "DDP keeps parameters, gradients and moments whole on each of "
@@ -297,7 +300,7 @@ def rungs():
 @figure
 def loss():
     """The panel of the notebook's results, with larger words."""
-    found, _ = runs.read_all(sorted(runs.EXAMPLES.glob("*-[0-9]")))
+    found, _ = runs.read_runs(sorted(runs.EXAMPLES.glob("*-[0-9]")))
     order = list(plot.STAGES)
     found.sort(key=lambda run: (order.index(run.stage), run.world_size))
 
@@ -334,15 +337,16 @@ def script_map():
             zip(heads, [*heads[1:], (len(std), "")], strict=True)):
         names = [name for name, node in found.items()
                  if begin < node.lineno < end]
-        out.append(text(160 * k, 14, head.split(" and ")[-1], "bold"))
-        out += [box(160 * k, 24 + 34 * i, 150, 28,
-                    ORANGE if name in changed else GREY, name,
-                    0.5 if name in changed else 0.12)
+        out.append(draw_text(160 * k, 14, head.split(" and ")[-1], "bold"))
+        out += [draw_box(160 * k, 24 + 34 * i, 150, 28,
+                         ORANGE if name in changed else GREY, name,
+                         0.5 if name in changed else 0.12)
                 for i, name in enumerate(names)]
         told.append(f"{head}: {', '.join(names)}")
     for k, meaning in enumerate(("DDP changes lines in it", "it stays")):
-        out += [box(190 * k, 240, 20, 20, (ORANGE, GREY)[k],
-                    opacity=(0.5, 0.12)[k]), text(190 * k + 26, 255, meaning)]
+        out += [draw_box(190 * k, 240, 20, 20, (ORANGE, GREY)[k],
+                         opacity=(0.5, 0.12)[k]),
+                draw_text(190 * k + 26, 255, meaning)]
     return svg(160 * len(heads) - 10, 264, out, "The script's map",
                f"Its sections, in their order. {'; '.join(told)}. DDP "
                f"changes {', '.join(changed)}.")
@@ -360,7 +364,8 @@ def observations():
     out, told = [], []
     for k, part in enumerate(logged[:len(about)]):
         shown = re.sub(r"(dt|tok/s):.*", r"\1: ...", " ".join(part.split()))
-        out += [box(108 * k, 0, 104, 28, BLUE if k < 4 else ORANGE, shown),
+        out += [draw_box(108 * k, 0, 104, 28, BLUE if k < 4 else ORANGE,
+                         shown),
                 arrow(108 * k + 52, 30, 46),
                 *(middle(108 * k + 52, 60 + 15 * i, about[k][i])
                   for i in range(2))]
@@ -381,22 +386,22 @@ def bars(title, rows, unit, kinds=("",)):
 
     rows: [(name, [a number for each of the kinds])]
     """
-    out, told, fills = [], [], (BLUE, ORANGE, COLOURS[2], GREY)
+    out, told, fills = [], [], (BLUE, ORANGE, RANK_COLOURS[2], GREY)
     largest = max(sum(parts) for _, parts in rows)
     left = 5 + 7 * max(len(name) for name, _ in rows)
     if len(kinds) > 1:
         for k, kind in enumerate(kinds):
-            out += [box(150 * k, 2, 18, 18, fills[k]),
-                    text(150 * k + 24, 16, kind)]
+            out += [draw_box(150 * k, 2, 18, 18, fills[k]),
+                    draw_text(150 * k + 24, 16, kind)]
     for k, (name, parts) in enumerate(rows):
         x, y = left, 28 * (k + (len(kinds) > 1))
-        out.append(text(0, y + 16, name))
+        out.append(draw_text(0, y + 16, name))
         for part, fill in zip(parts, fills, strict=False):
             wide = 420 * part / largest
-            out.append(box(x, y, wide, 22, fill))
+            out.append(draw_box(x, y, wide, 22, fill))
             x += wide
         amount = f"{sum(parts):,.{int(sum(parts) < 10)}f} {unit}"
-        out.append(text(x + 6, y + 16, amount, "bold"))
+        out.append(draw_text(x + 6, y + 16, amount, "bold"))
         told.append(f"{name}: {amount}")
     return svg(left + 506, y + 28, out, title, f"{'; '.join(told)}.")
 
@@ -440,7 +445,7 @@ def gpu_memory():
 def bills(loss=3.3):
     """Minutes against GPU-hours, for more and more GPUs."""
     rows = [[float(str(cell).replace(",", "")) for cell in row]
-            for row in arithmetic.bills(loss)]
+            for row in arithmetic.cost_rows(loss)]
 
     def draw(ax):
         minutes, hours = ([row[k] for row in rows] for k in (3, 4))

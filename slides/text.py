@@ -23,10 +23,10 @@ from backstage.flops import PEAKS, flops_per_token, num_parameters
 from notebooks.experiments import sharding
 from slides import figures, schedules
 from workshop.diff import render
-from workshop.diff.diff import Diff, differences, load_lesson
+from workshop.diff.diff import Diff, line_differences, load_lesson
 from workshop.instructor.plan import LENGTHS, MORE, read_plan
 from workshop.results import arithmetic, limit, runs
-from workshop.stages import FIRST, LESSONS, STAGES
+from workshop.stages import FIRST_STAGE, LESSONS, STAGES
 
 SLIDES = ROOT / "slides"
 SHARDS, SHARD = 98, 100_000_000  # the course's dataset; tokens in a shard
@@ -136,7 +136,7 @@ def facts():
     flop = flops_per_token(config, T)
     waiting = schedules.idle(schedules.events(
         schedules.GPIPE, ASSUMED["stages"], ASSUMED["microbatches"]))
-    rows = {path.name: runs.read(path)
+    rows = {path.name: runs.read_run(path)
             for path in sorted(runs.EXAMPLES.glob("*-[0-9]"))}
     _, *limits = limit.scaling_limits(rows["std-1"])
     ladder = runs.read_ladder(example=True)
@@ -151,7 +151,8 @@ def facts():
         "kinds": arithmetic.STATE, "accumulating": arithmetic.ACCUMULATING,
         "GPT2": arithmetic.GPT2, "XL": arithmetic.XL,
         "activations": arithmetic.activations,
-        "decisions": arithmetic.decisions(ASSUMED["memory"]), "flop": flop,
+        "decisions": arithmetic.averaging_rules(ASSUMED["memory"]),
+        "flop": flop,
         "gradients": 4 * small, "traffic": arithmetic.ring,
         "peak": PEAKS["A100"][0] * 1e12, "runs": rows,
         "karpathy": figures.KARPATHY,
@@ -166,7 +167,7 @@ def facts():
         "measured": [rung for rung in ladder["rungs"]
                      if "interpreted" not in rung["name"]],
         "ring": figures.RING,
-        "critical": arithmetic.critical_tokens, "bills": arithmetic.bills,
+        "critical": arithmetic.critical_tokens, "bills": arithmetic.cost_rows,
         "messages": lambda **changes: len([*std.GPT(replace(
             std.MODELS["nano"], **changes)).parameters()]),
         "unread": lambda ranks: (1 - 1 / ranks) ** ranks,
@@ -283,7 +284,7 @@ def diff_of(stage, chosen):
             (lesson.start, piece.i1, piece.i2),
             (lesson.goal, piece.j1, piece.j2)))
         rows, i = [], 0
-        for i1, i2, j1, j2 in [*differences(old, new),
+        for i1, i2, j1, j2 in [*line_differences(old, new),
                                (len(old), len(old), 0, 0)]:
             rows += [(" ", line) for line in old[i:i1]]
             rows += [("-", line) for line in old[i1:i2]]
@@ -304,14 +305,14 @@ def diff_of(stage, chosen):
 def changed_lines(stage):
     """(removed, added) lines of code, from the stage before."""
     lesson = load_lesson(stage)
-    changed = differences(lesson.start.code, lesson.goal.code)
+    changed = line_differences(lesson.start.code, lesson.goal.code)
     return (sum(i2 - i1 for i1, i2, _, _ in changed),
             sum(j2 - j1 for *_, j1, j2 in changed))
 
 
 def stage_table():
     """The stages: what each adds, and how many lines of code change."""
-    rows = [f"| {FIRST} | | {STAGES[FIRST].title} | |"]
+    rows = [f"| {FIRST_STAGE} | | {STAGES[FIRST_STAGE].title} | |"]
     for name in LESSONS:
         removed, added = changed_lines(name)
         rows.append(f"| {name} | {STAGES[name].after} | "

@@ -26,7 +26,7 @@ from rankcheck_testing.isolation import OWNER
 from rankcheck_testing.support import wait_for
 from workshop.cluster.control import Cluster
 from workshop.cluster.machine import require_namespaces
-from workshop.cluster.settings import ClusterFolder, Settings
+from workshop.cluster.settings import ClusterFolder, ClusterSettings
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 FLAGS = ("--preset", "tiny", "--data", "data", "--microbatch-size", 1,
@@ -204,7 +204,7 @@ def start_cluster(**settings):
     needs_namespaces()
     if settings.get("limits_memory"):  # the cgroups have the nodes' names
         settings["prefix"] = f"lab{os.getpid()}-"
-    chosen = Settings(**settings)
+    chosen = ClusterSettings(**settings)
     folder = Path(tempfile.mkdtemp(prefix="sl"))  # short, for unix sockets
     folder.chmod(0o755)
     cluster = Cluster(ClusterFolder(folder / "lab"))

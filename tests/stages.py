@@ -380,7 +380,8 @@ def agree(result, single, learning_rate=3e-3):
 
 def number_of(stage, title):
     """The number of the lesson's one change whose title begins so."""
-    number, = (number for number, change in enumerate(documents.load(stage), 1)
+    number, = (number for number, change
+               in enumerate(documents.load_changes(stage), 1)
                if change.title.startswith(title))
     return number
 

@@ -92,7 +92,7 @@ HIDDEN = {
 
 def main() -> NoReturn:
     try:
-        args = parse()
+        args = parse_command()
         sys.exit(args.function(args))
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in ("", "backstage", "workshop"):
@@ -108,7 +108,7 @@ def main() -> NoReturn:
                         f"it again in {sys.prefix}") from error
 
 
-def parse() -> argparse.Namespace:
+def parse_command() -> argparse.Namespace:
     return command_line.parse(
         "python -m workshop", "The tools of the course. COMMAND --help "
         "describes each; without a command it says what to do next.", COMMANDS,

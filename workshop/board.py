@@ -39,16 +39,16 @@ from workshop.html import (
     scrolling,
 )
 
-MARKS = {"ok": "ok", "warn": "!", "FAIL": "x", "and": "-"}
+VERDICT_MARKS = {"ok": "ok", "warn": "!", "FAIL": "x", "and": "-"}
 SIGNS = {"ok": ("yes", "✓"), "warn": ("hm", "!"), "FAIL": ("no", "✗"),
          "and": ("and", "·")}
 MEANING = {"ok": "correct", "warn": "correct, with a warning",
            "FAIL": "the first failure", "and": "follows from it"}
 NOT_ASKED = "not asked"
 WORST = ("FAIL", "warn", "and", "ok", "")  # "": what was not seen
-FOLDED = (("and", "1 more follows from it", "{} more follow from it"),
-          ("ok", "1 question, correct", "{} questions, all correct"),
-          ("", "1 thing was not checked", "{} things were not checked"))
+FOLDED_ROWS = (("and", "1 more follows from it", "{} more follow from it"),
+               ("ok", "1 question, correct", "{} questions, all correct"),
+               ("", "1 thing was not checked", "{} things were not checked"))
 Verdicts = Mapping[str, str]  # of one question: by the run's name
 
 
@@ -124,12 +124,13 @@ class Board:
                                          break_long_words=False)
             line = f"{last:{room}}"
             for name, size in zip(self.columns, sizes, strict=True):
-                mark = MARKS.get(verdicts.get(name, ""), "")
+                mark = VERDICT_MARKS.get(verdicts.get(name, ""), "")
                 code = TERMINAL_BLUE if mark == "ok" else TERMINAL_ORANGE
                 line += (f"\033[{code}m{mark:>{size}}\033[0m" if colour
                          else f"{mark:>{size}}")
             lines += [*above, line.rstrip()]
-        return "\n".join([*lines, "", *textwrap.wrap(legend(MARKS), width)])
+        return "\n".join([*lines, "",
+                          *textwrap.wrap(legend(VERDICT_MARKS), width)])
 
     def to_html(self, pictures: str = "") -> str:
         """The verdict, its reasons, the questions that failed, and pictures.
@@ -160,7 +161,7 @@ class Board:
                 None, (legend(signs), self.about))), "legend")]
         out = [f'<div class="beside"><div>{"".join(out)}</div>{pictures}'
                "</div>"]
-        for verdict, one, more in FOLDED:
+        for verdict, one, more in FOLDED_ROWS:
             diagnoses = self.diagnoses(verdict)
             count = len(diagnoses or rows[verdict])
             if count:

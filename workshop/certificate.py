@@ -19,15 +19,15 @@ from workshop.diff import passed_checks
 from workshop.html import BLUE, may_replace
 from workshop.jobs import interpreter
 from workshop.results import runs
-from workshop.stages import LESSONS, find
+from workshop.stages import LESSONS, find_stage
 
-MARK = "made by python -m workshop certificate, which replaces it"
-TOKENS = 120  # of the text, some ten lines
+CERTIFICATE_MARK = "made by python -m workshop certificate, which replaces it"
+TEXT_TOKENS = 120  # of the text, some ten lines
 SHOWN = 12  # hexadecimal digits of a script's hash
-SMALL = "tiny"  # the preset for tests: it does not learn to write
+SMALL_PRESET = "tiny"  # the preset for tests: it does not learn to write
 TRAIN = "`python code/train_gpt2.py --preset nano` trains one in minutes"
 
-PAGE = """\
+CERTIFICATE_PAGE = """\
 <!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="", help="a name to write on it")
     parser.add_argument(
         "--run", metavar="DIR", help="the run whose model writes (default: "
-        f"the newest that has another preset than {SMALL})")
+        f"the newest that has another preset than {SMALL_PRESET})")
     parser.add_argument("-o", "--output", default="certificate.html",
                         help="the page (certificate.html)")
 
@@ -83,8 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     """Write the page, and print what is on it."""
     output = Path(args.output)
-    require(may_replace(output, MARK), f"{output} exists and is not a "
-            "certificate; fix: choose another file with -o")
+    require(may_replace(output, CERTIFICATE_MARK), f"{output} exists and is "
+            "not a certificate; fix: choose another file with -o")
     passed = list_passed()
     require(passed, "no script has passed a check here yet; fix: `python -m "
             "workshop check ddp`, once its changes are made")
@@ -93,10 +93,11 @@ def main(args: argparse.Namespace) -> None:
     if folder:
         print(f"{show_path(folder)} writes", flush=True)
         text = write_text(folder)
-    page = make_page(args.name, passed, text)
+    page = make_certificate(args.name, passed, text)
     write_atomically(output, page.encode())
     for row in passed:
-        print(visible(f"{row.when}  {row.stage:8}  {find(row.stage).title}"))
+        print(visible(f"{row.when}  {row.stage:8}  "
+                      f"{find_stage(row.stage).title}"))
     if text:
         print(f"\n{text.body}\n\n({text.about})\n")
     else:
@@ -109,7 +110,7 @@ def list_passed() -> list[Passed]:
 
     A change that was tried alone is none: the whole script has to be right.
     """
-    record = passed_checks.read()
+    record = passed_checks.read_passed()
     found = []
     for stage in LESSONS:
         scripts = record.get(stage)
@@ -130,9 +131,9 @@ def choose_run(folder: StrPath | None) -> Path | None:
                 f"{folder} is not a run with a checkpoint; fix: choose a "
                 "folder in runs/")
         return Path(folder)
-    results, _ = runs.read_all(runs.list_folders(runs.RUNS))
+    results, _ = runs.read_runs(runs.list_folders(runs.RUNS))
     for run in reversed(results):
-        if run.preset != SMALL and has_checkpoint(run.folder):
+        if run.preset != SMALL_PRESET and has_checkpoint(run.folder):
             return run.folder
     return None
 
@@ -148,19 +149,20 @@ def write_text(folder: Path) -> Text:
         UserError: it cannot, for example as its dataset is gone.
     """
     lines: list[str] = []
-    status = interpreter.run(
+    status = interpreter.run_python(
         "code/generate.py", "--run-dir", folder, "--num-sequences", 1,
-        "--max-new-tokens", TOKENS, "--device", "cpu", on_line=lines.append)
+        "--max-new-tokens", TEXT_TOKENS, "--device", "cpu",
+        on_line=lines.append)
     printed = "".join(lines)
     _, begins, rest = printed.partition("\n> ")
     if status or not begins:
         raise UserError(f"{show_path(folder)} generates no text: "
                         f"{interpreter.last_line(printed)}")
     body = rest.rstrip("\n").rpartition("\n")[0]  # the last line: the speed
-    return Text(describe(runs.read(folder)), body)
+    return Text(describe_run(runs.read_run(folder)), body)
 
 
-def describe(run: runs.RecordedRun) -> str:
+def describe_run(run: runs.RecordedRun) -> str:
     """Return what a run was: its stage, preset, steps and last loss."""
     processes = count_of(run.world_size, "process")
     last = run.rows[-1]
@@ -169,7 +171,8 @@ def describe(run: runs.RecordedRun) -> str:
             f"{show_path(run.folder)}")
 
 
-def make_page(name: str, passed: list[Passed], text: Text | None) -> str:
+def make_certificate(name: str, passed: list[Passed],
+                     text: Text | None) -> str:
     """Return the page as HTML."""
     content = "<h1>Training on many GPUs</h1>\n"
     if name:
@@ -181,7 +184,7 @@ def make_page(name: str, passed: list[Passed], text: Text | None) -> str:
         "<table>\n<tr><th>stage</th><th>what it is</th>"
         "<th>first passed</th><th>script</th></tr>\n")
     for row in passed:
-        cells = (row.stage, find(row.stage).title, row.when,
+        cells = (row.stage, find_stage(row.stage).title, row.when,
                  row.digest[:SHOWN])
         content += "<tr>" + "".join(
             f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>\n"
@@ -193,4 +196,5 @@ def make_page(name: str, passed: list[Passed], text: Text | None) -> str:
     content += ('<p class="small">From this clone\'s own record of its '
                 "checks. The last column has the first digits of the "
                 "script's SHA-256.</p>\n")
-    return PAGE.format(mark=MARK, blue=BLUE, content=content)
+    return CERTIFICATE_PAGE.format(mark=CERTIFICATE_MARK, blue=BLUE,
+                                   content=content)

@@ -21,7 +21,7 @@ from backstage import ROOT
 from backstage.errors import UserError, require
 from workshop.diff import documents
 from workshop.diff.diff import Diff, load_lesson
-from workshop.stages import STAGES, Stage, find
+from workshop.stages import STAGES, Stage, find_stage
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print what does not fit; return the exit status, 1 if anything."""
-    stages = [find(name) for name in args.stages] or [*STAGES.values()]
+    stages = [find_stage(name) for name in args.stages] or [*STAGES.values()]
     failed = 0
     for stage in stages:
-        problems = [*check(stage)]
+        problems = [*check_stage(stage)]
         failed += bool(problems)
         if not problems:
-            print(f"ok    {stage.name}: {describe(stage)}")
+            print(f"ok    {stage.name}: {describe_stage(stage)}")
         for problem in problems:
             print(f"FAIL  {stage.name}: {problem.text}\n"
                   f"      fix: {problem.fix}")
@@ -58,15 +58,15 @@ def main(args: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
-def describe(stage: Stage) -> str:
+def describe_stage(stage: Stage) -> str:
     """Describe the files of a stage that fit together."""
     if not stage.after:
         return "solution and batch file"
-    count = len(documents.load(stage.name))
+    count = len(documents.load_changes(stage.name))
     return f"solution, {count} changes, notebook and batch file"
 
 
-def check(stage: Stage) -> Iterator[Problem]:
+def check_stage(stage: Stage) -> Iterator[Problem]:
     """Yield what does not fit in a stage's files and its registry entry."""
     problems = [*check_solution(stage)]
     yield from problems
@@ -112,9 +112,9 @@ def check_lesson(stage: Stage) -> Iterator[Problem]:
            "correct the anchors, see workshop/diff/documents.py")
     path = stage.lesson.relative_to(ROOT)
     try:
-        changes = documents.load(stage.name)
+        changes = documents.load_changes(stage.name)
         load_lesson(stage.name)
-        begin = Diff(stage.name, find(stage.after).solution)
+        begin = Diff(stage.name, find_stage(stage.after).solution)
         end = Diff(stage.name, stage.solution)
     except FileNotFoundError:
         yield Problem(f"{path} is missing", "write the lesson's document")

@@ -70,11 +70,11 @@ STAGES = {stage.name: stage for stage in (
           tried=((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 1, 2), (2, 2, 2)),
           split="layers"),
 )}
-FIRST = next(iter(STAGES))  # where the course starts
+FIRST_STAGE = next(iter(STAGES))  # where the course starts
 LESSONS = tuple(name for name, stage in STAGES.items() if stage.after)
 
 
-def find(name: str) -> Stage:
+def find_stage(name: str) -> Stage:
     """The `Stage` of that name; raises `UserError` if there is none."""
     require(name in STAGES, f"no such stage: {name}; fix: choose from "
             f"{', '.join(STAGES)}")

@@ -22,18 +22,18 @@ from workshop.results.profile import Seconds, recorded_parts
 from workshop.results.runs import (
     RUNS,
     RecordedRun,
-    describe,
+    describe_run_start,
     list_folders,
-    read,
-    read_all,
+    read_run,
+    read_runs,
 )
 from workshop.stages import STAGES
 
 # Gigabytes/s inside and between nodes, as doctor --ranks has measured them
-NETWORK = RUNS / "network.json"
-SHARE = 0.1  # of a step that a part may take which is not training
+NETWORK_FILE = RUNS / "network.json"
+SLOW_SHARE = 0.1  # of a step that a part may take which is not training
 # What to try first, by the part that takes more than that.
-ADVICE = {
+FIRST_STEPS = {
     "data": "input: put the dataset on the node's own disk or in memory "
             "(/dev/shm), use fewer, larger shards, and do less between the "
             "passes, such as callbacks",
@@ -50,14 +50,14 @@ add_arguments = command.add_arguments
 
 def main(args: argparse.Namespace) -> int:
     """`why`, of a run of ours as well; returns the exit status."""
-    return command.main(args, runs=RUNS, describe_run=describe,
-                        explain_speed=explain)
+    return command.main(args, runs=RUNS, describe_run=describe_run_start,
+                        explain_speed=explain_speed)
 
 
-def explain(folder: Path) -> list[str]:
+def explain_speed(folder: Path) -> list[str]:
     """Lines about the speed of the run in a folder; [] if it is not ours."""
     try:
-        run = read(folder)
+        run = read_run(folder)
         ranks = recorded_parts(folder)
         return [*explain_step(run, ranks), *explain_nodes(run, ranks)]
     except UserError:
@@ -77,8 +77,8 @@ def explain_step(run: RecordedRun, ranks: list[Seconds]) -> Iterator[str]:
     yield "of that: " + ", ".join(
         f"{100 * seconds / whole:.0f}% {part}" for part, seconds in sorted(
             mean.items(), key=lambda item: -item[1]))
-    part = max(ADVICE, key=lambda part: mean[part])
-    if mean[part] < SHARE * whole:
+    part = max(FIRST_STEPS, key=lambda part: mean[part])
+    if mean[part] < SLOW_SHARE * whole:
         yield ("nearly all of it is computation: a larger microbatch, "
                "--compile or a faster device shortens it")
         return
@@ -86,7 +86,7 @@ def explain_step(run: RecordedRun, ranks: list[Seconds]) -> Iterator[str]:
     if part == "waiting":  # the others wait for the one that waits least
         times = [rank[part] for rank in ranks]
         who = f" (rank {times.index(min(times))})"
-    yield f"fix: {ADVICE[part]}{who}"
+    yield f"fix: {FIRST_STEPS[part]}{who}"
 
 
 def average(ranks: list[Seconds]) -> Seconds:
@@ -99,20 +99,20 @@ def explain_nodes(run: RecordedRun, ranks: list[Seconds]) -> Iterator[str]:
     """Whether it is faster than on fewer nodes, and why not."""
     if run.nodes == 1:
         return
-    others, _ = read_all(list_folders(run.folder.parent))
+    others, _ = read_runs(list_folders(run.folder.parent))
     fewer = [other for other in others if other.stage == run.stage
              and other.nodes < run.nodes and other.alike(run)]
     if not fewer:
         yield ("no run beside it trains the same on fewer nodes; start one to "
                "see what more nodes gain")
     else:
-        yield from compare(run, ranks, fewer[-1])
+        yield from compare_runs(run, ranks, fewer[-1])
     if run.sent and STAGES[run.stage].split == "samples":
         yield explain_network(ring(run.world_size, run.sent))
 
 
-def compare(run: RecordedRun, ranks: list[Seconds],
-            other: RecordedRun) -> Iterator[str]:
+def compare_runs(run: RecordedRun, ranks: list[Seconds],
+                 other: RecordedRun) -> Iterator[str]:
     """A run and a newer one on fewer nodes, in what they have in common."""
     ratio = run.tokens_per_second / other.tokens_per_second
     devices = run.world_size / other.world_size
@@ -130,14 +130,14 @@ def compare(run: RecordedRun, ranks: list[Seconds],
     part = max(lost, key=lambda part: lost[part])
     yield (f"most of that is lost to {part}: {1000 * now[part]:.1f} ms of a "
            f"step, {1000 * then[part]:.1f} ms before"
-           + (f"; fix: {ADVICE[part]}" if part in ADVICE else ""))
+           + (f"; fix: {FIRST_STEPS[part]}" if part in FIRST_STEPS else ""))
 
 
 def measured_speeds() -> dict[str, float]:
     """Return what the doctor has measured: {where: gigabytes/s}."""
     speeds = {}
     with suppress(FileNotFoundError, UserError):
-        speeds = read_json(NETWORK, {})
+        speeds = read_json(NETWORK_FILE, {})
     return {where: speed for where, speed in speeds.items()
             if type(speed) in (int, float) and speed > 0}
 

@@ -24,7 +24,7 @@ from backstage import dataset
 from backstage.errors import require, run_main
 from backstage.flags import DEMO
 from notebooks.experiments.sharding import std
-from workshop.notebook.pictures import COLOURS
+from workshop.notebook.pictures import RANK_COLOURS
 from workshop.results import plot
 from workshop.results.arithmetic import critical_tokens
 
@@ -208,7 +208,7 @@ def draw_eightfold(ax, curves):
            xlabel="samples", ylabel="loss (nats per letter)")
     lines = ("-", "-", "--", ":", "-.")
     for (name, curve), dash, colour in zip(
-            curves.items(), lines, (plot.INK, *COLOURS), strict=True):
+            curves.items(), lines, (plot.INK, *RANK_COLOURS), strict=True):
         smooth = curve.smooth
         ax.plot([curve.S * (step + 1) for step in range(len(smooth))],
                 smooth, dash, color=colour, label=f"{curve.S} a step: {name}")
@@ -228,10 +228,10 @@ def draw_critical(ax, curves):
            ylabel="steps (how long it takes)", yscale="log")
     xs = np.geomspace(min(points), max(points), 50)
     ax.plot(fewest * (xs + size), fewest * (1 + size / xs), "--",
-            color=COLOURS[1],
+            color=RANK_COLOURS[1],
             label="fewest steps x (1 + critical / minibatch)")
     ax.plot([S * steps for S, steps in points.items()], points.values(),
-            "o", color=COLOURS[0], label="measured")
+            "o", color=RANK_COLOURS[0], label="measured")
     for S, steps in points.items():
         ax.annotate(f"{S}", (S * steps, steps), (6, 4),
                     textcoords="offset points")
@@ -245,7 +245,7 @@ def draw_noise(ax, curve):
     ax.set(title="gradient noise scale", xlabel="step", ylabel="samples",
            yscale="log")
     ax.plot([math.nan if scale is None else scale
-             for scale in curve.scales], color=COLOURS[0],
+             for scale in curve.scales], color=RANK_COLOURS[0],
             label="the noise scale")
     ax.axhline(curve.S, color=plot.INK, linestyle=":", linewidth=0.8,
                label="the minibatch")
@@ -264,7 +264,7 @@ def draw_published(ax, curve):
                                   "(Kaplan et al., 2020)")
     ax.plot(*zip(*((loss, T * scale) for loss, scale in zip(
         curve.losses, curve.scales, strict=True) if scale), strict=True),
-        ".", color=COLOURS[0], label="preset tiny: its noise scale")
+        ".", color=RANK_COLOURS[0], label="preset tiny: its noise scale")
     ax.legend()
 
 

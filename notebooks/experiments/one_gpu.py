@@ -36,7 +36,7 @@ from notebooks.experiments.sharding import std
 from workshop.jobs import interpreter
 from workshop.results import plot, runs
 from workshop.results.profile import recorded_parts
-from workshop.stages import FIRST, STAGES
+from workshop.stages import FIRST_STAGE, STAGES
 
 RECORD = runs.RUNS / "one_gpu.json"
 EDITS = {  # what the script was like before somebody knew better
@@ -112,7 +112,7 @@ def flags_of(name, device, size):
 
 
 def edited(*edits):
-    text = STAGES[FIRST].solution.read_text("utf-8")
+    text = STAGES[FIRST_STAGE].solution.read_text("utf-8")
     for old, new in (TURN, *(EDITS[name] for name in edits)):
         require(text.count(old) == 1, f"the script has no such line: {old}")
         text = text.replace(old, new)
@@ -145,7 +145,7 @@ def train(names, device, size):
         for side in sides.values():
             side.communicate()
         found = {name: Path(folder, name, "run") for name in names}
-        return {name: (runs.read(run), *recorded_parts(run))
+        return {name: (runs.read_run(run), *recorded_parts(run))
                 for name, run in found.items()}
 
 
@@ -236,7 +236,7 @@ def draw(ax, record):
     plot.stack_parts(ax, [(row["what"], {
         part: row["seconds"] * seconds / (sum(row["parts"].values()) or 1)
         for part, seconds in row["parts"].items()}) for row in rows], [
-        part for part in plot.PARTS
+        part for part in plot.PART_COLOURS
         if any(row["parts"][part] for row in rows)])
 
 

@@ -6,13 +6,13 @@ import importlib.util
 from torch.autograd.graph import saved_tensors_hooks
 
 from rankcheck.record.collectives import Collectives
-from workshop.stages import find
+from workshop.stages import find_stage
 
 
 def load(stage):
     """The finished script of a stage, as a module."""
     spec = importlib.util.spec_from_file_location(
-        "train_gpt2", find(stage).solution)
+        "train_gpt2", find_stage(stage).solution)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

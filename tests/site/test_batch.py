@@ -61,15 +61,16 @@ def test_the_fit_finds_what_was_planted():
 
 def test_the_bill_is_twice_the_least_at_the_critical_minibatch():
     """And with the minibatch of the course, its own steps."""
-    rows = {row[1]: row for row in arithmetic.bills(3.3, gpus=(8, 32, 2048))}
+    rows = {row[1]: row for row
+            in arithmetic.cost_rows(3.3, gpus=(8, 32, 2048))}
     assert rows["524,288"][2] == "18,692"
     critical = arithmetic.critical_tokens(3.3)
     assert critical == pytest.approx(6.8e5, rel=0.01)
     n = critical / 16 / 1024
-    *_, (_, _, steps, _, cost) = arithmetic.bills(3.3, gpus=(1e-6, n))
-    least = arithmetic.bills(3.3, gpus=(1e-6,))[0][4]
+    *_, (_, _, steps, _, cost) = arithmetic.cost_rows(3.3, gpus=(1e-6, n))
+    least = arithmetic.cost_rows(3.3, gpus=(1e-6,))[0][4]
     assert int(cost) == pytest.approx(2 * int(least), rel=0.1)
-    fewest = arithmetic.bills(3.3, gpus=(1e9,))[0][2]
+    fewest = arithmetic.cost_rows(3.3, gpus=(1e9,))[0][2]
     assert int(steps.replace(",", "")) == pytest.approx(
         2 * int(fewest.replace(",", "")), rel=1e-3)
 

@@ -26,10 +26,14 @@ from workshop.cluster.config import (
     make_cgroup_conf,
     write_commands,
 )
-from workshop.cluster.control import lock_folder
+from workshop.cluster.control import make_locked_folder
 from workshop.cluster.machine import find_programs, unshare_command
-from workshop.cluster.processes import MARK, START, find_processes
-from workshop.cluster.settings import ClusterFolder, Settings
+from workshop.cluster.processes import (
+    CLUSTER_START_VARIABLE,
+    PART_VARIABLE,
+    find_processes,
+)
+from workshop.cluster.settings import ClusterFolder, ClusterSettings
 
 pytestmark = pytest.mark.whole
 NOBODY = 65534
@@ -199,7 +203,7 @@ def test_another_users_process_stays(shell):
         pytest.skip("needs root, to become another user")
     other = subprocess.Popen(
         ["setpriv", f"--reuid={NOBODY}", "--clear-groups", "sleep", "600"],
-        env={**os.environ, MARK: str(shell.folder())})
+        env={**os.environ, PART_VARIABLE: str(shell.folder())})
     try:
         shell.cluster("up")
         shell.cluster("down")
@@ -238,20 +242,20 @@ def test_a_process_with_the_number_of_one_that_has_ended(tmp_path):
 
 
 def test_a_folder_that_another_user_makes_meanwhile(tmp_path):
-    """After `find_place` has looked: it is not used."""
+    """After `find_cluster_folder` has looked: it is not used."""
     folder = tmp_path / "above"
-    os.close(lock_folder(folder))
+    os.close(make_locked_folder(folder))
     folder.chmod(0o777)
     with pytest.raises(UserError, match="another user may write to"):
-        lock_folder(folder)
+        make_locked_folder(folder)
     folder.chmod(0o700)
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(UserError, match="cannot be used"):
-        lock_folder(tmp_path / "link")
+        make_locked_folder(tmp_path / "link")
     if not os.getuid():
         os.chown(folder, NOBODY, NOBODY)
         with pytest.raises(UserError, match="another user may write to"):
-            lock_folder(folder)
+            make_locked_folder(folder)
 
 
 # of a process's command -> what `status` names, and what `up` starts
@@ -389,7 +393,7 @@ def test_beside_a_sites_slurm(shell):
     folder.mkdir()
     folder.joinpath("slurm.conf").write_text(SITE_CONF.format(folder=folder))
     folder.joinpath("cgroup.conf").write_text(make_cgroup_conf(
-        Settings(), find_programs()))
+        ClusterSettings(), find_programs()))
     folder.joinpath("key").write_bytes(os.urandom(128))
     folder.joinpath("key").chmod(0o600)
     end = shell(*unshare_command(user=False), "bash", "-c", AT_A_SITE, "bash",
@@ -463,7 +467,8 @@ def test_a_start_that_is_replaced_while_it_begins(shell):
     start = [shell.python, "-m", "workshop.cluster.inside", "cluster",
              place.folder]
     own = unshare_command(user=bool(os.getuid()))
-    variables = {MARK: str(place.folder), START: "earlier"}
+    variables = {PART_VARIABLE: str(place.folder),
+                 CLUSTER_START_VARIABLE: "earlier"}
     end = shell("timeout", "60", *own, *start, **variables)
     assert end.returncode == 1
     assert "another start of the cluster has replaced this one" in end.stderr

@@ -83,7 +83,7 @@ def test_all_is_well(repo):
 def test_it_names_the_commit_and_the_site_file(repo, monkeypatch):
     for module in (doctor, doctor.git):
         monkeypatch.setattr(module, "ROOT", repo)
-    monkeypatch.setattr(originals, "RECORD", repo / "originals.json")
+    monkeypatch.setattr(originals, "ORIGINALS_FILE", repo / "originals.json")
     assert doctor.ask_course() == (
         "commit unknown (not a git clone that you may read); site file none "
         f"({repo}/site.sh does not exist)")
@@ -307,12 +307,13 @@ def test_what_a_network_is(tmp_path):
     for name, kind in (("eth0", 1), ("ib0", 32)):
         (tmp_path / "net" / name).mkdir(parents=True)
         (tmp_path / "net" / name / "type").write_text(f"{kind}\n")
-    assert doctor_ranks.describe("eth0", tmp_path) == (
+    assert doctor_ranks.describe_interface("eth0", tmp_path) == (
         "eth0, not InfiniBand, which this node does not have")
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
-    assert doctor_ranks.describe("eth0", tmp_path) == (
+    assert doctor_ranks.describe_interface("eth0", tmp_path) == (
         "eth0, not InfiniBand, although this node has mlx5_0")
-    assert doctor_ranks.describe("ib0", tmp_path) == "ib0, InfiniBand by TCP"
+    described = doctor_ranks.describe_interface("ib0", tmp_path)
+    assert described == "ib0, InfiniBand by TCP"
     assert "names no network" in doctor_ranks.read_nccl_log("")
 
 

@@ -38,7 +38,7 @@ def programs(tmp_path, monkeypatch):
 
 
 def command(stage, env, devices=0):
-    place = launch.find_place(env, lambda: devices)
+    place = launch.find_job_place(env, lambda: devices)
     return " ".join(launch.make_command(
         place, STAGES[stage].launcher, ["s.py", "--seed", "1"], env))
 
@@ -70,7 +70,7 @@ def test_in_a_pbs_job(programs, tmp_path, says, options):
     env = {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_JOBID": "3.pbs",
            "OMP_NUM_THREADS": "3", "NCPUS": "8", "WORKSHOP_DATA": "/data",
            "CUDA_VISIBLE_DEVICES": "GPU-1"}  # the other node's is another
-    place = launch.find_place(env, lambda: 0)
+    place = launch.find_job_place(env, lambda: 0)
     assert str(place) == "PBS job 3.pbs: 2 x 2 processes, on b a"
     start = f"mpiexec -n 4 {options} 2 python"
     assert command("mpi", env) == f"{start} s.py --seed 1"
@@ -100,7 +100,7 @@ def test_the_doctor_is_launched_as_a_stage_is(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", [
         "workshop", "launch", "doctor", "--dry-run"])
-    launch.main(workshop.parse())
+    launch.main(workshop.parse_command())
     assert re.search(r"^command   mpirun -n \d+ python -m workshop doctor "
                      "--ranks$", capsys.readouterr().out, re.M)
 
@@ -148,7 +148,7 @@ def test_the_flags_after_the_dashes_are_the_scripts(monkeypatch):
     for words in (["--dry-run", "ddp"], ["ddp", "--dry-run"]):
         monkeypatch.setattr(sys, "argv", ["workshop", "launch", *words, "--",
                                           "--preset", "tiny"])
-        args = workshop.parse()
+        args = workshop.parse_command()
         assert args.dry and args.flags == ["--preset", "tiny"]
 
 

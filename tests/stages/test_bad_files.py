@@ -154,7 +154,7 @@ def read_run(file):
     (file.parent / "metrics.csv").write_text(ROWS)
     started = one_line(runs.read_started, file.parent)
     assert started is None or started["max_steps"] > 0
-    return runs.read(file.parent)
+    return runs.read_run(file.parent)
 
 
 def read_shard(file):
@@ -170,13 +170,13 @@ def read_manifest(file):
 
 
 def read_class(file):
-    return classroom.read(file.parent)
+    return classroom.read_people(file.parent)
 
 
 def read_checked(file):
     """Of a record that is none, nothing is known."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passed_checks, "RECORD", file)
+        patch.setattr(passed_checks, "PASSED_FILE", file)
         passed_checks.last_passed("ddp")
         return passed_checks.has_passed("ddp", b"x")
 

@@ -292,7 +292,7 @@ def test_the_working_copy(linked, tmp_path, monkeypatch):
         if linked:
             os.link(script, folder / "mine.py")
         monkeypatch.setattr(backups, "WORKING_COPY", script)
-        monkeypatch.setattr(backups, "FOLDER", script.parent / "backups")
+        monkeypatch.setattr(backups, "BACKUPS", script.parent / "backups")
 
         def replace():
             with backups.lock_working_copy():
@@ -326,13 +326,14 @@ STD, DDP = (STAGES[name].solution.read_bytes() for name in ("std", "ddp"))
 OLDER, EARLIER = b"# the oldest\n", b"# what was there before\n"
 COMMANDS = {
     "apply": Command(
-        lambda: working_copy.apply("ddp"), STD, DDP, "made change 1"),
+        lambda: working_copy.apply_changes("ddp"), STD, DDP, "made change 1"),
     "reset": Command(
-        lambda: working_copy.reset("ddp"), STD, DDP, "is now ddp"),
+        lambda: working_copy.reset_to("ddp"), STD, DDP, "is now ddp"),
     "undo": Command(
-        working_copy.undo, STD, EARLIER, "is now 20251231-000001-3"),
+        working_copy.restore_previous, STD, EARLIER,
+        "is now 20251231-000001-3"),
     "date": Command(
-        lambda: working_copy.reset("20251231-000000-2"), STD, OLDER,
+        lambda: working_copy.reset_to("20251231-000000-2"), STD, OLDER,
         "is now 20251231-000000-2"),
 }
 
@@ -350,7 +351,7 @@ def use_working_copy(monkeypatch):
         (kept / "20251231-000001-3.py").write_bytes(EARLIER)
         for module in backups, working_copy:
             monkeypatch.setattr(module, "WORKING_COPY", script)
-        monkeypatch.setattr(backups, "FOLDER", kept)
+        monkeypatch.setattr(backups, "BACKUPS", kept)
         monkeypatch.setattr(Diff.__init__, "__defaults__", (script, None))
         return script
 
@@ -388,7 +389,7 @@ def test_apply_reset_and_undo(name, tmp_path, use_working_copy):
                                 end.printed):
             assert Path(named).read_bytes() == command.before
         with redirect_stdout(None):
-            working_copy.undo()  # to what was there
+            working_copy.restore_previous()  # to what was there
         assert script.read_bytes() == command.before if done else (
             script.read_bytes() in (OLDER, EARLIER))
         if not end.reached:
@@ -402,7 +403,7 @@ def test_what_has_passed_the_check(tmp_path, use_working_copy, monkeypatch):
     """The record of other stages stays, or a warning says which is lost."""
     def prepare(folder):
         script = use_working_copy(folder, STD)
-        monkeypatch.setattr(passed_checks, "RECORD",
+        monkeypatch.setattr(passed_checks, "PASSED_FILE",
                             script.parent / ".checked.json")
         passed_checks.record("mpi", OLD)
         return lambda: passed_checks.record("ddp", NEW)

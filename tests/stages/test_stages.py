@@ -36,7 +36,7 @@ def clone(tmp_path_factory):
 
 @pytest.mark.whole
 def test_a_new_stage_has_a_lesson_and_can_be_the_working_copy(clone):
-    N = len(documents.load("ddp"))
+    N = len(documents.load_changes("ddp"))
     workshop(clone, "reset", "std")
     assert f"{N - 1} of {N} changes left" in workshop(
         clone, "apply", "other", "7")
@@ -112,7 +112,7 @@ happens?
 
 
 def test_a_document_is_read():
-    one, two = documents.parse(GOOD, "x.md")
+    one, two = documents.parse_changes(GOOD, "x.md")
     assert one == documents.Change(
         "One", "Why one, and how.\n\nMore of it.", ("-a = 1", "+a = 2"))
     assert two == documents.Change(
@@ -142,7 +142,7 @@ def test_a_document_is_read():
 ])
 def test_a_document_that_is_none_says_where(old, new, complaint):
     with pytest.raises(ValueError) as error:
-        documents.parse(edit(GOOD, (old, new)), "x.md")
+        documents.parse_changes(edit(GOOD, (old, new)), "x.md")
     assert str(error.value).startswith(f"x.md, {complaint}")
 
 

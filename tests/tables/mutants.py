@@ -45,7 +45,7 @@ import why_cases
 from check_cases import Outcome, left_by, left_in, outcome
 
 from rankcheck.engine.scratch import PREFIX
-from workshop.diff.diff import differences, load_lesson
+from workshop.diff.diff import line_differences, load_lesson
 
 HERE = Path(__file__).resolve().parent
 # What is taken for one another: a word, an operator, or what a string says.
@@ -100,7 +100,7 @@ class Mutant:
         """
         was, now = (text.splitlines() for text in (
             solution(self.stage), self.script()))
-        spans = differences(was, now)
+        spans = line_differences(was, now)
         said = [" / ".join(line.strip() for a, b in ends for line in text[a:b])
                 for text, ends in ((was, [span[:2] for span in spans]),
                                    (now, [span[2:] for span in spans]))]
@@ -234,7 +234,7 @@ def slips(stage):
         undone.setdefault(piece.change + 1, []).append((
             starts[new.start], starts[new.stop],
             "".join(f"{line}\n" for line in old)))
-        for _, _, j1, j2 in differences(
+        for _, _, j1, j2 in line_differences(
                 lesson.start.code[piece.i1:piece.i2],
                 lesson.goal.code[piece.j1:piece.j2]):
             for j in range(piece.j1 + j1, piece.j1 + j2):

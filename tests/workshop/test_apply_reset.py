@@ -15,7 +15,7 @@ from backstage import ROOT
 from rankcheck_testing.planted import load
 from workshop.diff import documents
 
-TITLES = [change.title for change in documents.load("ddp")]
+TITLES = [change.title for change in documents.load_changes("ddp")]
 N = len(TITLES)
 WRAP = str(1 + TITLES.index("Wrap the model in DDP"))
 BACKUP = r"20\d{6}-\d{6}-\d+(\.apply-ddp(-\d+)+)?\.py"

@@ -38,8 +38,8 @@ def test_a_table_of_a_wrong_script(tmp_path, capsys, monkeypatch, snapshot):
     snapshot("check.txt", re.sub(r"relative error of \S+", "relative error of "
                                  "some", said))
     assert board.right is report.ok is False
-    wait_for(lambda: classroom.read(shared))
-    (person,) = classroom.read(shared)
+    wait_for(lambda: classroom.read_people(shared))
+    (person,) = classroom.read_people(shared)
     assert person.right is False
     assert person.mistake == "gradients match the single device's"
     assert board.columns == [
@@ -152,7 +152,7 @@ def test_losses_that_are_missing_are_shown(losses):
 
 def test_every_picture_has_a_title_and_a_description():
     shown = [[["a", [1, 10], 1, 1]], [["a", [1, 10], 0, 0]]]
-    drawn = [*(pictures.read(file.stem) for file in
+    drawn = [*(pictures.read_drawing(file.stem) for file in
                Path(pictures.__file__).with_name("svg").glob("*.svg")),
              pictures.tensors(shown),
              pictures.reads([[0, 1]], [[[0, 1]]], [0])]

@@ -6,7 +6,7 @@ import re
 import pytest
 from conftest import copy_clone, copy_course, python, workshop
 
-from workshop.stages import find
+from workshop.stages import find_stage
 
 DIGESTS = {name: f"{number:012x}{0:052x}" for number, name in enumerate(
     ("first", "second", "other"), 0xabc)}
@@ -37,8 +37,10 @@ def test_what_has_passed_first(clone):
     said = workshop(clone, "certificate", "--name", "A <b> & C")
     page = (clone / "certificate.html").read_text()
     assert rows(page) == [
-        ["ddp", find("ddp").title, "2026-11-29 15:10:00", "0" * 9 + "abc"],
-        ["lit", find("lit").title, "2026-11-29 16:00:00", "0" * 9 + "abe"]]
+        ["ddp", find_stage("ddp").title, "2026-11-29 15:10:00", "0" * 9
+         + "abc"],
+        ["lit", find_stage("lit").title, "2026-11-29 16:00:00", "0" * 9
+         + "abe"]]
     assert "A &lt;b&gt; &amp; C" in page
     assert "writes" not in page and "--preset nano" in said
     assert said.index("15:10:00  ddp") < said.index("16:00:00  lit")

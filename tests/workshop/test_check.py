@@ -96,7 +96,7 @@ def test_one_change_alone(tmp_path, capsys, monkeypatch, stage, title, finds):
 
 def test_a_change_that_is_made_or_not_there(tmp_path, capsys):
     script = edited(tmp_path, "ddp", HANG)
-    made, last = number_of("ddp", "Wrap"), len(documents.load("ddp"))
+    made, last = number_of("ddp", "Wrap"), len(documents.load_changes("ddp"))
     assert check_script("ddp", script, change=made).ok
     assert f"Change {made} is made as in the" in capsys.readouterr().out
     with pytest.raises(ours.UserError, match=f"no such change: {last + 1}"):
@@ -215,7 +215,7 @@ def test_an_error_of_the_check_itself_is_no_verdict(
     monkeypatch.setattr(passed_checks, "record",
                         lambda *what: noted.append(what))
     monkeypatch.setattr(
-        classroom, "note", lambda *what, **more: noted.append(what))
+        classroom, "note_progress", lambda *what, **more: noted.append(what))
     broken = [replace(question, find=lambda examined: examined.nothing)
               if question.title == "it runs to its end" else question
               for question in questions.QUESTIONS]

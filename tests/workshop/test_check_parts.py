@@ -17,7 +17,7 @@ from workshop.check.lines import lines_as_in, name_lines
 from workshop.check.questions.process import check_definitions
 from workshop.check.questions.question import TIED, assemble_tied
 from workshop.diff.diff import Diff
-from workshop.diff.working_copy import apply, reset
+from workshop.diff.working_copy import apply_changes, reset_to
 from workshop.stages import STAGES
 
 
@@ -99,7 +99,7 @@ def test_a_negative_number_is_no_sign():
 
 def test_a_clone_that_can_only_be_read_is_another_s(monkeypatch):
     monkeypatch.setattr("os.access", lambda *_: False)
-    for change in (lambda: reset("ddp"), lambda: apply("ddp")):
+    for change in (lambda: reset_to("ddp"), lambda: apply_changes("ddp")):
         with pytest.raises(UserError, match="work in a clone of your own"):
             change()
 

@@ -27,7 +27,7 @@ def script(tmp_path, monkeypatch):
     # WORKING_COPY is in the repository
     monkeypatch.setattr(render, "link", str)
     monkeypatch.setattr(render, "link_lines", str)
-    monkeypatch.setattr(passed_checks, "RECORD",
+    monkeypatch.setattr(passed_checks, "PASSED_FILE",
                         file.with_name(".checked.json"))
     return file
 
@@ -59,12 +59,12 @@ def test_a_script_passes_is_edited_and_passes_again(script):
 
 
 def test_a_record_that_cannot_be_written_is_one_line(script, capsys):
-    passed_checks.RECORD.mkdir()
+    passed_checks.PASSED_FILE.mkdir()
     passes(script, DDP)
     said = capsys.readouterr().err
     assert re.fullmatch(r"warning: this check is not recorded .*\n", said)
     assert not has_passed(script)
-    assert working_copy.choose("ddp")[0] == STAGES["ddp"].solution
+    assert working_copy.choose_script("ddp")[0] == STAGES["ddp"].solution
 
 
 # ------------------------------------------------------------------ the diff
@@ -86,7 +86,7 @@ def test_the_diff_of_a_checked_script_says_that_it_is_right(script):
         assert f'<p class="good"><strong>{show_path(script)} has {words}' in (
             page)
         assert "<h3" not in page and page.count('class="made"') == len(
-            documents.load("ddp"))
+            documents.load_changes("ddp"))
     # so is one that was tried alone, but not one that was left out
     left = edit(STYLE, ('Run("ddp"', 'Run("std"'))
     diffs = [Diff("ddp", data=text.encode()) for text in (STYLE, left)]
@@ -101,7 +101,7 @@ def test_the_diff_of_a_checked_script_says_that_it_is_right(script):
     assert "(right, as you wrote it)" in page
     passes(script, DDP)
     said, _ = shown()
-    assert said.startswith(f"Done: all {len(documents.load('ddp'))}")
+    assert said.startswith(f"Done: all {len(documents.load_changes('ddp'))}")
     assert words not in said
 
 
@@ -112,26 +112,26 @@ def test_what_a_batch_file_trains_with(script):
     """Not half a lesson, on the way to the next stage."""
     for text in (DDP, STD, OWN, "def main()\n", "\0"):
         script.write_text(text)
-        path, said = working_copy.choose("ddp")
+        path, said = working_copy.choose_script("ddp")
         assert path == STAGES["ddp"].solution
         assert "never passed the check for ddp" in said or "null byte" in said
     passes(script, DDP)
-    assert working_copy.choose("ddp") == (
+    assert working_copy.choose_script("ddp") == (
         script, f"script    {show_path(script)}, which has passed the check")
     script.write_text(OWN)
-    path, said = working_copy.choose("ddp")
+    path, said = working_copy.choose_script("ddp")
     assert path == script and "check ddp" in said
     assert said.startswith(f"warning: {show_path(script)} was edited after it")
     script.write_text(LIT)
-    path, said = working_copy.choose("ddp")
+    path, said = working_copy.choose_script("ddp")
     assert path == STAGES["ddp"].solution and "is closer to lit" in said
     passes(script, LIT, "lit")
-    assert working_copy.choose("ddp")[0] == STAGES["ddp"].solution
-    assert working_copy.choose("lit")[0] == script
+    assert working_copy.choose_script("ddp")[0] == STAGES["ddp"].solution
+    assert working_copy.choose_script("lit")[0] == script
     passes(script, STD, "std")  # which has no lesson
-    assert working_copy.choose("std")[0] == STAGES["std"].solution
+    assert working_copy.choose_script("std")[0] == STAGES["std"].solution
     script.unlink()
-    path, said = working_copy.choose("ddp")
+    path, said = working_copy.choose_script("ddp")
     assert path == STAGES["ddp"].solution
     assert "does not exist; fix: move it back" in said
 

@@ -35,15 +35,15 @@ def test_a_line_for_those_who_take_part(tmp_path):
     without = python(mine, *diff, WORKSHOP_CLASS="")
     taking_part = python(mine, *diff, WORKSHOP_CLASS=str(shared))
     assert taking_part.stdout == without.stdout and not taking_part.stderr
-    wait_for(lambda: [*shared.glob("*")] and classroom.read(shared))
+    wait_for(lambda: [*shared.glob("*")] and classroom.read_people(shared))
     file, = shared.glob("*")
     said, = file.read_text().splitlines()  # one: the first did not take part
     assert json.loads(said).keys() == {"stage", "time", "left"}
     assert file.stat().st_mode & 0o777 == 0o644
-    person, = classroom.read(shared)
+    person, = classroom.read_people(shared)
     assert person.stage == "ddp" and person.right is None
     assert person.left == [
-        *range(1, 1 + len(classroom.documents.load("ddp")))]
+        *range(1, 1 + len(classroom.documents.load_changes("ddp")))]
 
 
 @pytest.mark.parametrize("kind", ["missing", "file", "read-only", "link",
@@ -66,7 +66,7 @@ def test_a_bad_folder_disturbs_nobody(kind, tmp_path, monkeypatch, capfd):
     reader = kind.endswith("reader") and os.open(
         mine, os.O_RDONLY | os.O_NONBLOCK)
     monkeypatch.setenv("WORKSHOP_CLASS", str(shared))
-    classroom.note("ddp", left=[1])
+    classroom.note_progress("ddp", left=[1])
     assert capfd.readouterr() == ("", "")
     wait_for(lambda: not any(classroom.WRITE in words
                              for _, words, _ in all_processes()))
@@ -82,12 +82,12 @@ def test_what_is_read_from_a_folder_that_all_may_write_to(tmp_path):
           {"time": 20, "left": [9, 2, 99, 2]}, {"time": 10, "left": [1]},
           {"time": 30, "left": [2, 9]})
     write(tmp_path, "b", *(f"{line}\n" for line in OTHERS))
-    write(tmp_path, "c", "x" * (classroom.LARGEST + 1))
+    write(tmp_path, "c", "x" * (classroom.LARGEST_FILE + 1))
     os.mkfifo(tmp_path / "d.jsonl")
     (tmp_path / "e.jsonl").mkdir()
     (tmp_path / "f.jsonl").symlink_to("a.jsonl")
     (tmp_path / "g.jsonl").symlink_to("/dev/zero")
-    assert classroom.read(tmp_path) == [
+    assert classroom.read_people(tmp_path) == [
         classroom.Person("ddp", [2, 9], 20, None, "")]
 
 
@@ -98,7 +98,8 @@ def test_the_page_says_what_there_is_to_do(tmp_path, snapshot):
     write(tmp_path, "c", {"time": 5, "left": [1]}, {"time": 9, "right": True})
     write(tmp_path, "d", {"time": 600, "left": []},  # all made, but wrong
           {"time": 990, "right": False, "mistake": "<b>wrong</b>"})
-    page = classroom.draw(classroom.read(tmp_path), "Jobs: 1 waits", 1000)
+    page = classroom.draw_page(classroom.read_people(tmp_path),
+                               "Jobs: 1 waits", 1000)
     now = time.strftime("%H:%M:%S", time.localtime(1000))
     snapshot("class.html", page.replace(now, "12:00:00"))
 

@@ -14,8 +14,8 @@ from lab import Lesson
 
 from backstage import ROOT
 from workshop.cluster.processes import find_processes
-from workshop.cluster.settings import Settings, find_place
-from workshop.results.runs import read
+from workshop.cluster.settings import ClusterSettings, find_cluster_folder
+from workshop.results.runs import read_run
 
 # A file for the time of each cell. If it is named, the jobs are as long as the
 # lesson's: that takes as many minutes as the lesson says.
@@ -52,7 +52,7 @@ def test_the_lesson(tmp_path, lab, page):
     """From the first cell to the last: what each shows, and what is left."""
     needs("slurmctld", "munged", "git", "pkill")
     needs_namespaces()
-    repo, place = tmp_path / "repo", find_place("main")
+    repo, place = tmp_path / "repo", find_cluster_folder("main")
     ids = make_clone(repo)
     lesson = Lesson(page, lab(repo, all_cells=True), "cluster")
     cells = page.locator(".jp-NotebookPanel:visible .jp-CodeCell")
@@ -107,7 +107,7 @@ def look_at(said, repo):
     assert "rank 3 has not answered" in said["why"], said["why"]
     assert "No cluster is up" in said["down"]
     broken, = (repo / "runs").glob("ddp-2n2g-*/metrics.2*.csv")
-    run = read(broken.parent)
+    run = read_run(broken.parent)
     assert [row["step"] for row in run.rows] == [*range(STEPS)]
     record = json.loads((run.folder / "hyperparameters.json").read_text())
     assert record["world_size"] == 4
@@ -134,7 +134,7 @@ def test_a_notebook_gets_a_sites_slurm_back(monkeypatch):
     monkeypatch.setenv("SLURM_CONF", "/site/slurm.conf")
     monkeypatch.setenv("PATH", os.environ["PATH"])
     own, path = cluster.own_cluster(), os.environ["PATH"]
-    own.up(Settings(nodes=1))
+    own.up(ClusterSettings(nodes=1))
     try:
         assert cluster.use_cluster() and cluster.use_cluster()
         assert os.environ["SLURM_CONF"] == str(own.place.config)

@@ -27,13 +27,13 @@ def test_mypy_names_wrong_calls_of_the_seams(tmp_path):
     needs("mypy")
     script = tmp_path / "wrong.py"
     script.write_text("from backstage.flops import padded_vocab_size\n"
-                      "from workshop.stages import find\n"
+                      "from workshop.stages import find_stage\n"
                       "padded_vocab_size('257')\n"
-                      "find(3)\n")
+                      "find_stage(3)\n")
     done = subprocess.run(
         [sys.executable, "-m", "mypy", script],
         cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     for words in ('"padded_vocab_size" has incompatible type "str"',
-                  '"find" has incompatible type "int"'):
+                  '"find_stage" has incompatible type "int"'):
         assert words in done.stdout

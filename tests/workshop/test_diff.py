@@ -210,7 +210,7 @@ def test_own_lines_are_differences_of_their_own_and_stay(look):
     # for a script that is ready, it says what can tell
     made = look(edit(DDP, ("import math\n", "import math\n" + own)))
     assert not made.remaining and len(made.other_changes) == 1
-    assert "check ddp" in render.advice(made)
+    assert "check ddp" in render.next_command(made)
 
 
 def test_a_syntax_error_is_one_line_that_says_where(look):
@@ -238,7 +238,7 @@ def test_scripts_that_are_none(look):
 @pytest.mark.whole
 def test_the_view(look, snapshot, monkeypatch):
     """A change that is next, two below it, and a line of one's own."""
-    monkeypatch.setattr(render, "saved", lambda path: "saved at noon")
+    monkeypatch.setattr(render, "saved_at", lambda path: "saved at noon")
     every, own = {*range(1, COUNT + 1)}, ("GPTConfig(),", "GPTConfig(1<2),")
     one_left = look(look(STD).apply(every - {7}))
     diff = look(edit(look(STD).apply(every - {7, 9, 11}), own))
@@ -326,7 +326,7 @@ def test_an_instructor_asks_for_hints_in_one_place(tmp_path):
     ("lit", DDP, None)])
 def test_the_script_of_another_stage_is_told_where_to_start(
         look, stage, text, start):
-    advice = render.advice(look(text, stage))
+    advice = render.next_command(look(text, stage))
     assert ("the lesson starts from" in advice) == bool(start)
     if start:
         assert advice.startswith("This is the stage std")

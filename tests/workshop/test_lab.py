@@ -29,7 +29,7 @@ from backstage import ROOT
 from slides.text import cells
 from workshop.diff import documents
 from workshop.diff.diff import Diff
-from workshop.notebook.lab import find_last
+from workshop.notebook.lab import find_last_workspace
 from workshop.stages import STAGES
 
 pytestmark = pytest.mark.whole
@@ -176,7 +176,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     page.get_by_role("link", name="side by side").click()
     see_both(page, "Goal")
     lesson.wait_for_kernel()
-    total = len(documents.load("ddp"))
+    total = len(documents.load_changes("ddp"))
     everything = f"{total} of {total} changes left"
     view = page.locator(".ws", has=page.locator(".strip"))
     # the next change only; Shift+Enter leaves it in sight
@@ -195,11 +195,12 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     follow_line(page, page.locator(".ws h3 a").first)
     lesson.in_sight(".ws h3")
     assert page.locator(".ws .strip .made").count() == 4
-    keep("lesson", documents.load("ddp")[4])
+    keep("lesson", documents.load_changes("ddp")[4])
 
     # a change made by hand counts as soon as it is saved: a line of the one
     # that imports
-    number = 1 + next(i for i, change in enumerate(documents.load("ddp"))
+    number = 1 + next(i for i, change
+                      in enumerate(documents.load_changes("ddp"))
                       if "+import os" in change.anchors)
     lines = ("import io", "import os")
     named = Diff("ddp", STAGES["std"].solution).apply([number])
@@ -347,7 +348,8 @@ def test_the_journey_from_ddp(page, lab, repo):
     while it lives, and during a check, it does not. Run again, it lives.
     """
     page.on("dialog", lambda dialog: dialog.accept())  # leaves the page
-    script, total = repo / "code/train_gpt2.py", len(documents.load("lit"))
+    script = repo / "code/train_gpt2.py"
+    total = len(documents.load_changes("lit"))
     shutil.copy(STAGES["ddp"].solution, script)
     url = lab(repo, all_cells=True)
     assert kernel(url) == "python"  # JupyterLab's own
@@ -520,7 +522,7 @@ def test_the_journey_to_the_first_submitted_job(
         lesson.runs = 0
 
     follow("From one device to many: DDP", "diff_ddp.ipynb")
-    total = len(documents.load("ddp"))
+    total = len(documents.load_changes("ddp"))
     go('diff("ddp")', f"{total} of {total} changes left")
     steps = Diff("ddp", STAGES["std"].solution)
     for number in (1, total):
@@ -561,7 +563,7 @@ def test_the_journey_to_the_first_submitted_job(
     page.goto("about:blank")
     wait_for(lambda: not json.load(urllib.request.urlopen(kernels)), 40)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert last == find_last()
+    assert last == find_last_workspace()
 
 
 def see_both(page, words):

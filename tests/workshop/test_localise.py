@@ -72,7 +72,7 @@ def test_other_names_are_no_difference():
 def change(title):
     """The number and title of the lesson's change whose title begins so."""
     return next(f"change {number} ({change.title})" for number, change
-                in enumerate(documents.load("ddp"), 1)
+                in enumerate(documents.load_changes("ddp"), 1)
                 if change.title.startswith(title))
 
 

@@ -149,10 +149,10 @@ def test_a_check_is_read_aloud_a_line_at_a_time(monkeypatch):
     shown, scripts = [], iter(["mine", "mine", "another"])
     looks = chain(["old", "new", "new"], repeat("newer"))
     monkeypatch.setattr(following, "saved_at", lambda: next(looks))
-    monkeypatch.setattr(cells, "read_script", lambda: next(scripts))
+    monkeypatch.setattr(cells, "read_working_script", lambda: next(scripts))
     monkeypatch.setattr(cells, "live", lambda make: (
         lambda now=False: shown.append(make().html)))
-    monkeypatch.setattr(cells.interpreter, "run", lambda *_, on_line: [
+    monkeypatch.setattr(cells.interpreter, "run_python", lambda *_, on_line: [
         on_line(json.dumps(event)) for event in (
             {"columns": ["1"]}, {"run": "1"}, {"say": "1 process ..."},
             {"answer": ["it is right", "ok"]},
@@ -199,7 +199,7 @@ def test_where_jobs_are_submitted_with_pbs(tmp_path, monkeypatch):
 def test_what_a_cell_started_was_killed():
     """As where a portal's session has too little memory."""
     lines = []
-    status = cells.interpreter.run(
+    status = cells.interpreter.run_python(
         "-c", "import os; os.kill(os.getpid(), 9)", on_line=lines.append)
     assert status == -9 and lines[0].startswith("error: the system killed a")
 
@@ -212,7 +212,7 @@ def test_the_stop_button_lets_a_run_say_how_to_go_on():
         if line == "begun\n":
             raise KeyboardInterrupt
 
-    cells.interpreter.run("-c", """\
+    cells.interpreter.run_python("-c", """\
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("saved")))
 print("begun", flush=True)
@@ -246,7 +246,7 @@ def test_what_is_printed_is_shown_as_it_is(tmp_path, monkeypatch):
 def test_lesson_mpi_runs_with_the_environment_that_the_site_names(shown):
     needs("mpirun")
     shown = shown["diff_mpi"]
-    assert (f"Done: all {len(documents.load('mpi'))} changes are made"
+    assert (f"Done: all {len(documents.load_changes('mpi'))} changes are made"
             in shown['diff("mpi")'])
     assert "no change is left" in shown['check("mpi", "next")']
     assert "DistributedDataParallel" in shown['compare("mpi", "ddp")']
@@ -273,7 +273,7 @@ def test_cells_make_changes_and_take_them_back(repo):
         for (cell, words), said in zip(cells.items(), out, strict=True):
             assert words in said, (cell, said)
 
-    say({'apply("ddp", 3)': f"3: {documents.load('ddp')[2].title}\n",
+    say({'apply("ddp", 3)': f"3: {documents.load_changes('ddp')[2].title}\n",
          'apply("ddp", 3, 3)': "already made", 'apply("ddp", "all")': "0 of "})
     assert script.read_text() == STAGES["ddp"].solution.read_text()
     say({"undo()": "is now as it was before `apply ddp",
@@ -290,7 +290,8 @@ def test_where_one_is(tmp_path, monkeypatch, snapshot):
     """Each state of the script, what has passed a check, and the runs."""
     script = tmp_path / "train_gpt2.py"
     monkeypatch.setattr(working_copy, "WORKING_COPY", script)
-    monkeypatch.setattr(passed_checks, "RECORD", tmp_path / "checked.json")
+    monkeypatch.setattr(passed_checks, "PASSED_FILE",
+                        tmp_path / "checked.json")
     monkeypatch.setattr(working_copy.runs, "RUNS", ROOT / "example-logs")
 
     def now(text):
@@ -479,7 +480,8 @@ def test_collectives_are_run_for_real(shown):
         assert f"rank 0: {messages} messages with " in text
     first = said_by(shown, "        lambda w")  # while others are computed
     sent, computed = ([float(x) for x in re.findall(
-        rf'<rect x="([\d.]+)"[^>]* fill="{pictures.COLOURS[kind]}"', first)]
+        rf'<rect x="([\d.]+)"[^>]* fill="{pictures.RANK_COLOURS[kind]}"',
+        first)]
         for kind in (2, 1))
     assert len(sent) == len(computed) == 2 * 6 and min(sent) < max(computed)
 

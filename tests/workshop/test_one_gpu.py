@@ -96,7 +96,7 @@ def test_the_limit_is_that_of_the_rows_dataset(
 
 def a_row(name, seconds, recorded):
     return {"what": name, "seconds": seconds, "memory": 2**30, "mfu": 0.5,
-            "parts": dict.fromkeys(plot.PARTS, recorded),
+            "parts": dict.fromkeys(plot.PART_COLOURS, recorded),
             "tokens_per_second": 1e7}
 
 

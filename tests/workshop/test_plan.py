@@ -83,7 +83,7 @@ def test_the_commands_of_the_workshop_exist(page, monkeypatch):
     for words in found:
         if words.strip() != "check":  # named without a stage
             monkeypatch.setattr(sys, "argv", ["workshop", *shlex.split(words)])
-            workshop.parse()  # raises an error if it is wrong
+            workshop.parse_command()  # raises an error if it is wrong
     assert found
 
 

@@ -35,7 +35,7 @@ def left_out():
     The script is without this change of its lesson; it is made when called.
     """
     for stage in LESSONS:
-        for number, change in enumerate(documents.load(stage), 1):
+        for number, change in enumerate(documents.load_changes(stage), 1):
             if change.checked:
                 yield (f"{stage}-{number}", stage, number, change.answer,
                        functools.partial(without, stage, number))

@@ -12,7 +12,7 @@ from backstage.errors import UserError
 from rankcheck.record.recorder import replace
 from workshop.results import profile
 from workshop.results import runs as results
-from workshop.results.plot import PANELS, PARTS, themed
+from workshop.results.plot import PANELS, PART_COLOURS, themed
 
 DELAY = 0.3  # seconds: long, even where much else is computed
 
@@ -53,12 +53,13 @@ def test_one_process_is_recorded_and_drawn(data, tmp_path, capsys):
 
     profile.main(Namespace(run=result.folder))
     table = capsys.readouterr().out.split(":\n")[1].splitlines()
-    assert table[0].split() == ["rank", *profile.PARTS, "step"]
+    assert table[0].split() == ["rank", *profile.STEP_PARTS, "step"]
     assert table[1].split()[0] == "0" and "no step" not in table
-    assert [*PARTS] == [*profile.PARTS]
-    svg = themed(lambda ax: PANELS["parts"](ax, [results.read(
+    assert [*PART_COLOURS] == [*profile.STEP_PARTS]
+    svg = themed(lambda ax: PANELS["parts"](ax, [results.read_run(
         result.folder)]))
-    assert "std x 1, rank 0" in svg and all(part in svg for part in PARTS)
+    assert "std x 1, rank 0" in svg and all(part in svg for part
+                                            in PART_COLOURS)
 
 
 @pytest.mark.whole
@@ -67,7 +68,7 @@ def test_a_run_that_goes_on_and_one_that_is_short(data, tmp_path):
     short = train("std", run, "--max-steps", 5, "--profile", 1, data=data)
     assert "recorded nothing" in short.err
     assert "no step of these runs" in themed(
-        lambda ax: PANELS["parts"](ax, [results.read(run)]))
+        lambda ax: PANELS["parts"](ax, [results.read_run(run)]))
     mine = run / "profile" / "rank1.json.gz"
     mine.write_bytes(b"of somebody else")
     check(train("std", run, "--resume", "--max-steps", 11, "--profile", 9),
@@ -148,5 +149,5 @@ def test_other_stages_are_recorded(stage, mesh, data, tmp_path, capsys):
     assert ("all counted as waiting" in said) == (stage == "3d")
     assert ("do not show the messages" in said) == (stage == "mpi")
     hidden = {"3d": {"all-reduce"}, "mpi": {"all-reduce", "waiting"}}
-    for part in {*profile.PARTS} - hidden.get(stage, set()):
+    for part in {*profile.STEP_PARTS} - hidden.get(stage, set()):
         assert any(parts[part] for parts in ranks), part

@@ -58,7 +58,7 @@ def rewrite(file, **columns):
 
 
 def test_the_examples_train_the_same():
-    found, notes = results.find(EXAMPLES)
+    found, notes = results.find_runs(EXAMPLES)
     assert not notes
     assert [(run.name, run.accumulation) for run in found] == [
         ("std x 1", 4), ("mpi x 2", 2), ("ddp x 1", 4), ("ddp x 2", 2),
@@ -82,14 +82,14 @@ def test_the_newest_of_what_trains_the_same_is_shown(runs):
     change(runs / "another", preset="tiny")
     for age, name in enumerate(("mine", "single", "older", "another")):
         os.utime(runs / name / "metrics.csv", (10**9 - age, 10**9 - age))
-    found, notes = results.find()
+    found, notes = results.find_runs()
     assert [run.folder.name for run in found] == ["single", "mine"]
     assert len(notes) == 1 and notes[0].startswith("Left out: 1 run")
     change(runs / "another", preset="nano")  # of another shape
     file = runs / "another" / "hyperparameters.json"
     file.write_text(file.read_text().replace('"n_layer": 4', '"n_layer": 5'))
     os.utime(runs / "another" / "metrics.csv", (10**9 - 9, 10**9 - 9))
-    assert results.find()[1] == notes
+    assert results.find_runs()[1] == notes
 
 
 def test_a_copys_time_is_no_order(runs):
@@ -104,7 +104,7 @@ def test_a_copys_time_is_no_order(runs):
     shutil.rmtree(runs / "mine")
     assert [folder.name for folder in results.list_folders(runs)] == [
         "c", "a", "b"]
-    found, _ = results.find()
+    found, _ = results.find_runs()
     assert [run.folder.name for run in found] == ["b"]
 
 
@@ -114,7 +114,7 @@ def test_another_strategy_is_not_the_newest_run_with_lightning(runs):
         shutil.copytree(results.EXAMPLES / "lit-2", runs / name)
     change(runs / "shards", strategy="fsdp2")
     shutil.copytree(results.EXAMPLES / "std-1", runs / "single")
-    found, _ = results.find()
+    found, _ = results.find_runs()
     assert [run.name for run in found] == [
         "std x 1", "ddp x 2", "lit x 2", "lit fsdp2 x 2"]
     assert list(results.efficiency(found)) == [
@@ -141,14 +141,14 @@ def test_what_cannot_be_read_is_said(runs, tmp_path):
     (runs / "begun" / "metrics.csv").write_text("step,loss\n")
     shutil.copytree(runs / "mine", runs / "damaged")
     (runs / "damaged" / "hyperparameters.json").write_text("{")
-    found, notes = results.find()
+    found, notes = results.find_runs()
     assert [run.folder.name for run in found] == ["mine"]
     text = "\n".join(notes)
     assert "empty: no hyperparameters.json" in text
     assert "begun: no step has finished yet" in text
     assert "damaged/hyperparameters.json is corrupt (" in text
     with pytest.raises(UserError, match="no hyperparameters"):
-        results.find([runs / "empty"])
+        results.find_runs([runs / "empty"])
 
 
 NUM_BYTES = 4 * num_parameters(GPT2)
@@ -181,7 +181,7 @@ def test_the_model_finds_the_times_it_was_made_of(
 
 def test_a_model_without_a_microbatchs_time_is_not_drawn():
     """On two cores four processes take as long for a quarter each."""
-    both = [results.read(results.EXAMPLES / f"ddp-{n}") for n in (1, 2, 4)]
+    both = [results.read_run(results.EXAMPLES / f"ddp-{n}") for n in (1, 2, 4)]
     for drawn, times in ((True, (4, 2, 1)), (False, (1, 1.5, 1.9))):
         for run, seconds in zip(both, times, strict=True):
             run.seconds = seconds
@@ -266,7 +266,7 @@ def test_plot_makes_a_picture(tmp_path, monkeypatch, capsys):
 
 def test_runs_of_other_lengths_part_after_the_warm_up():
     """Their learning rates decay at another pace."""
-    both = [results.read(results.EXAMPLES / name)
+    both = [results.read_run(results.EXAMPLES / name)
             for name in ("std-1", "ddp-2")]
     title = "loss: on top of each other"
     assert title in panels.themed(lambda ax: panels.loss(ax, both))

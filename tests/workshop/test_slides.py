@@ -69,7 +69,7 @@ def test_a_lessons_page_shows_every_line_that_changes():
         for summary, count in (
                 ("Answer", page.count("**Predict")),
                 ("Hint", sum(bool(change.hint)
-                             for change in documents.load(stage)))):
+                             for change in documents.load_changes(stage)))):
             assert page.count(f"<summary>{summary}</summary>") == count
         assert "**Predict" in page and "**Hint" not in page
         assert "**Answer" not in page
@@ -194,7 +194,7 @@ def test_a_command_has_a_script_and_its_flags(data, monkeypatch):
             parse(script.Hyperparameters, script.PRESETS, script.MODELS)
         if words[:3] == ["python", "-m", "workshop"]:
             monkeypatch.setattr(sys, "argv", words[2:])
-            assert tools.parse().command == words[3]
+            assert tools.parse_command().command == words[3]
 
 
 @pytest.mark.parametrize("name", DECKS)

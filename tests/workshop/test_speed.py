@@ -25,7 +25,7 @@ from workshop.results.runs import (
     EXAMPLES,
     lost_seconds,
     published_efficiency,
-    read,
+    read_run,
 )
 
 
@@ -68,13 +68,13 @@ def write_slow_run(folder, nodes, tokens, **parts):
 
 def test_two_nodes_are_slower_than_one(tmp_path, monkeypatch, snapshot):
     network = tmp_path / "network.json"
-    monkeypatch.setattr(speed, "NETWORK", network)
+    monkeypatch.setattr(speed, "NETWORK_FILE", network)
     one, two = tmp_path / "one", tmp_path / "two"
     write_slow_run(one, 1, 1000, message=(20, 20))
     write_slow_run(two, 2, 800, message=(290, 290))
-    said = speed.explain(two)
+    said = speed.explain_speed(two)
     network.write_text('{"in the nodes": 10, "between nodes": 0.1}')
-    said += speed.explain(two)[-1:]
+    said += speed.explain_speed(two)[-1:]
     snapshot("slow.txt", "\n".join(said).replace(f"{tmp_path}/", ""))
     sent, message = (float(re.search(pattern, said[-1])[1]) for pattern in (
         r"sends ([\d.]+) MB", r"or ([\d.]+) ms between nodes \(0.10 GB/s\)"))
@@ -90,9 +90,9 @@ def test_what_to_try_first(parts, words, tmp_path):
     write_slow_run(run, 1, 1000, **parts or {})
     if parts is None:
         shutil.rmtree(run / "profile")
-    said = speed.explain(run)
+    said = speed.explain_speed(run)
     assert words in said[-1]
-    assert speed.explain(tmp_path) == []
+    assert speed.explain_speed(tmp_path) == []
 
 
 @pytest.mark.parametrize(("device", "counts"), [
@@ -121,8 +121,8 @@ def results_text():
 
 def test_results_has_the_limits_of_two_gpus(
         results_text, tmp_path, monkeypatch):
-    monkeypatch.setattr(speed, "NETWORK", tmp_path / "network.json")
-    run = read(EXAMPLES / "ddp-2")
+    monkeypatch.setattr(speed, "NETWORK_FILE", tmp_path / "network.json")
+    run = read_run(EXAMPLES / "ddp-2")
     mine, a100, h200 = limit.scaling_limits(run)
     assert (f"keep {int(a100.devices)} A100s busy, but only "
             f"{int(h200.devices)} H200s.") in results_text

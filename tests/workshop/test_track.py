@@ -46,12 +46,12 @@ def test_the_log_and_the_metrics_of_two_devices(data, tmp_path):
                     .splitlines() if line[0].isalpha()}
                    for text in (result.out, example))
     assert said == {"preset", "world", "run", "startup"} and said <= there
-    described = runs.describe(result.folder)
+    described = runs.describe_run_start(result.folder)
     assert described.startswith(line) and re.search(
         r"; startup \d+\.\d s$", described)
     file = result.folder / "hyperparameters.json"
     file.write_text(file.read_text().replace('"hosts"', '"older"'))
-    assert runs.describe(result.folder) == ""
+    assert runs.describe_run_start(result.folder) == ""
     used = result.column("memory")
     assert used == sorted(used) and 2**25 < used[0] and used[-1] < 2**40
     for row in result.rows:
@@ -77,12 +77,12 @@ def test_an_older_run_goes_on_without_a_memory(data, tmp_path):
     rows = file.read_text().splitlines()
     assert rows[0].endswith(",memory,memory_reserved")
     file.write_text("".join(row.rsplit(",", 2)[0] + "\n" for row in rows))
-    assert runs.read(run).memory is None
+    assert runs.read_run(run).memory is None
     result = train("std", run, "--resume", "--max-steps", 4)
     assert not result.err
     assert [value is None for value in result.column("memory")] == [
         True, True, False, False]
-    assert runs.read(run).memory == result.column("memory")[3]
+    assert runs.read_run(run).memory == result.column("memory")[3]
     kept = file.read_text().splitlines()  # and the rest as it was
     assert [row.split(",")[:5] for row in kept[:3]] == [
         row.split(",")[:5] for row in rows[:3]]

@@ -25,7 +25,7 @@ from workshop.check import localise
 from workshop.check.lines import lines_as_in
 from workshop.diff import backups, passed_checks
 from workshop.diff.diff import Diff, Script
-from workshop.diff.render import advice
+from workshop.diff.render import next_command
 from workshop.instructor import classroom
 from workshop.jobs.mpirun import require_mpirun
 from workshop.jobs.originals import require_originals
@@ -88,7 +88,7 @@ def check_script(stage: str, script: str | Path = WORKING_COPY,
     if STAGES[stage].launcher == "mpirun":
         require_mpirun()
     script = Path(script)
-    yours = data = backups.read_script(script)
+    yours = data = backups.read_script_bytes(script)
     require_no_syntax_error(script, yours)
     out: Quiet = Events() if events else CheckTerminal(verbose)
     with open_workspace(out.interrupted) as workspace:
@@ -142,7 +142,8 @@ def note_whole_check(stage: str, data: bytes, report: Report) -> None:
     if report.ok:
         passed_checks.record(stage, data)
     titles = [finding.question for finding in report.failures]
-    classroom.note(stage, right=report.ok, mistake="".join(titles[:1]))
+    classroom.note_progress(stage, right=report.ok,
+                            mistake="".join(titles[:1]))
 
 
 def make_others(diff: Diff, change: ChangeNumber, say: Callable[[str], None]
@@ -165,7 +166,7 @@ def make_others(diff: Diff, change: ChangeNumber, say: Callable[[str], None]
     else:
         number = change
     diff.require_change(number)
-    require(not diff.other_stage(), advice(diff))
+    require(not diff.other_stage(), next_command(diff))
     items = [item for item in diff.remaining if item.number == number]
     if not items:
         say(f"Change {number} is made as in the lesson.")

@@ -29,8 +29,8 @@ from workshop.check.questions.question import read_number
 from workshop.check.stage_runs import Bench, StageRun
 from workshop.diff import documents
 from workshop.diff.diff import Diff, RemainingChange
-from workshop.diff.render import advice, saved
-from workshop.stages import FIRST, STAGES
+from workshop.diff.render import next_command, saved_at
+from workshop.stages import FIRST_STAGE, STAGES
 
 references: dict[object, StageRun] = {}  # by the solution's path
 
@@ -107,9 +107,9 @@ def reference_of(bench: Bench) -> StageRun:
     """
     if bench.reference:
         return bench.reference
-    solution = STAGES[FIRST].solution
+    solution = STAGES[FIRST_STAGE].solution
     if solution not in references:
-        one = bench.with_script(solution.read_bytes(), FIRST).make(
+        one = bench.with_script(solution.read_bytes(), FIRST_STAGE).make(
             StageRunPlan("1", "whole", Mesh()))
         reason = exits.explain_rank(one, 0).text
         require(len(one.rows) == STEPS and one.records[0], "the single-device "
@@ -171,7 +171,7 @@ class StageCheck:
             self.out.report(
                 about=f"{shown[0]}: pipeline x data x tensor parallel.")
         script = self.bench.script
-        self.out.say(f"{script.name}, last {saved(script)}, against the "
+        self.out.say(f"{script.name}, last {saved_at(script)}, against the "
                      "single-device stage, which runs first: preset tiny, "
                      f"fp32, {STEPS} steps")
 
@@ -221,7 +221,7 @@ class StageCheck:
 
     def blame_change(self, change: localise.OneChange) -> None:
         """Name the change that was tried alone, and say why it is made."""
-        tried = documents.load(self.bench.stage)[change.number - 1]
+        tried = documents.load_changes(self.bench.stage)[change.number - 1]
         if change.place:
             self.out.say(
                 f"           It is change {change.number}{change.place}.")
@@ -314,8 +314,8 @@ def diagnose(bench: Bench, out: Quiet, outcome: Outcome,
         return  # it cannot be compared
     if 2 * len(diff.remaining) > diff.total or mine.other_stage():
         left = f"{len(diff.remaining)} of {diff.total} changes are left"
-        out.say(f"           {left}. {advice(mine)}")
-        out.report(cause=[left, advice(mine), ""])
+        out.say(f"           {left}. {next_command(mine)}")
+        out.report(cause=[left, next_command(mine), ""])
         return
     out.say("           Looking for the change that it is, by versions of "
             "your script.")

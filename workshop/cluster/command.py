@@ -15,8 +15,8 @@ from workshop.cluster.control import Cluster
 from workshop.cluster.settings import (
     MOST_GPUS,
     MOST_NODES,
-    Settings,
-    find_place,
+    ClusterSettings,
+    find_cluster_folder,
 )
 
 NAME = "main"
@@ -34,9 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default=NAME, help="of the cluster, if you "
                         f"want several ({NAME})")
     parser.add_argument("--nodes", type=int, metavar="N",
-                        help=f"1 to {MOST_NODES} ({Settings.nodes})")
+                        help=f"1 to {MOST_NODES} ({ClusterSettings.nodes})")
     parser.add_argument("--gpus", type=int, metavar="N", help="simulated GPUs "
-                        f"of each node, 1 to {MOST_GPUS} ({Settings.gpus})")
+                        f"of each node, 1 to {MOST_GPUS} "
+                        f"({ClusterSettings.gpus})")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -48,42 +49,42 @@ def main(args: argparse.Namespace) -> int:
     else:
         require(not args.node, f"cluster {action} takes no node; fix: leave "
                 f"{args.node} out")
-    cluster = Cluster(find_place(args.name))
+    cluster = Cluster(find_cluster_folder(args.name))
     if action == "up":
-        return start(cluster, args)
+        return start_cluster(cluster, args)
     if action == "status":
         return show_status(cluster)
     if action == "down":
-        return end(cluster, args.name)
+        return end_cluster(cluster, args.name)
     if action == "kill":
         cluster.kill_node(args.node)
-        say(f"{args.node} has crashed; to start it again: python -m "
-            f"workshop cluster start {args.node}")
+        print_err(f"{args.node} has crashed; to start it again: python -m "
+                  f"workshop cluster start {args.node}")
         return 0
     cluster.start_part(args.node)
-    say(f"{args.node} is up")
+    print_err(f"{args.node} is up")
     return 0
 
 
-def say(text: str) -> None:
+def print_err(text: str) -> None:
     """Print a line to stderr, which a shell does not evaluate."""
     print(text, file=sys.stderr, flush=True)
 
 
-def end(cluster: Cluster, name: str) -> int:
+def end_cluster(cluster: Cluster, name: str) -> int:
     """End a cluster; say what remains in the shell that used it."""
     if not cluster.down():
-        say(f"no cluster {name} is up")
+        print_err(f"no cluster {name} is up")
         return 0
-    say(f"cluster {name} is down")
+    print_err(f"cluster {name} is down")
     if os.environ.get("SLURM_CONF") == str(cluster.place.config):
-        say("this shell's SLURM commands still look for it; for another "
-            "SLURM, open a new shell")
+        print_err("this shell's SLURM commands still look for it; for another "
+                  "SLURM, open a new shell")
     return 0
 
 
 def choose_settings(cluster: Cluster, args: argparse.Namespace
-                    ) -> Settings | None:
+                    ) -> ClusterSettings | None:
     """Return the settings that the command line asks for, if any."""
     nodes, gpus = args.nodes, args.gpus
     require(nodes is None or 1 <= nodes <= MOST_NODES,
@@ -92,11 +93,11 @@ def choose_settings(cluster: Cluster, args: argparse.Namespace
             f"--gpus must be from 1 to {MOST_GPUS}")
     if nodes is None and gpus is None:
         return None
-    known = cluster.settings() or Settings()
+    known = cluster.settings() or ClusterSettings()
     return replace(known, nodes=nodes or known.nodes, gpus=gpus or known.gpus)
 
 
-def start(cluster: Cluster, args: argparse.Namespace) -> int:
+def start_cluster(cluster: Cluster, args: argparse.Namespace) -> int:
     """Start a cluster, and print how a shell uses it.
 
     A shell that evaluates the output, as in eval "$(...)", gets the lines
@@ -104,10 +105,10 @@ def start(cluster: Cluster, args: argparse.Namespace) -> int:
     """
     settings, begin = choose_settings(cluster, args), time.monotonic()
     cluster.up(settings)
-    known = cluster.settings() or Settings()
-    say(f"cluster {args.name} is up: {count_of(known.nodes, 'node')} with "
-        f"{count_of(known.gpus, 'simulated GPU')} each "
-        f"({time.monotonic() - begin:.0f} s)")
+    known = cluster.settings() or ClusterSettings()
+    print_err(f"cluster {args.name} is up: {count_of(known.nodes, 'node')} "
+              f"with {count_of(known.gpus, 'simulated GPU')} each "
+              f"({time.monotonic() - begin:.0f} s)")
     if sys.stdout.isatty():
         print("Type in each shell that is to use it:\n"
               f"    source {cluster.place.environment}")

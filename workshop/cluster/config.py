@@ -6,16 +6,16 @@ import shlex
 import time
 from dataclasses import dataclass
 
-from workshop.cluster.settings import ClusterFolder, Settings
+from workshop.cluster.settings import ClusterFolder, ClusterSettings
 
 CONTROLLER = "labctl"  # the host name of slurmctld
-NETWORK = "10.77.0."  # which is only seen in the cluster's namespaces
-COMMANDS = ("sbatch", "srun", "salloc", "squeue", "scancel", "scontrol",
-            "sinfo")
+NETWORK_PREFIX = "10.77.0."  # which is only seen in the cluster's namespaces
+SLURM_COMMANDS = ("sbatch", "srun", "salloc", "squeue", "scancel", "scontrol",
+                  "sinfo")
 # What a site's site.sh asks for, and this cluster does not have
 SITE = ("SBATCH_PARTITION", "SBATCH_RESERVATION", "SBATCH_CONSTRAINT",
         "SALLOC_PARTITION", "SALLOC_RESERVATION", "SALLOC_CONSTRAINT")
-BEGIN = 1_767_225_600  # 2026-01-01, in seconds since 1970
+CLUSTER_EPOCH = 1_767_225_600  # 2026-01-01, in seconds since 1970
 # Since this version of SLURM, slurmd uses cgroups unless it is told not to
 DISABLES_CGROUPS = (23, 11)
 
@@ -114,7 +114,7 @@ class Programs:
         return self.sbatch[:-len("sbatch")] + command
 
 
-def write_files(place: ClusterFolder, settings: Settings,
+def write_files(place: ClusterFolder, settings: ClusterSettings,
                 programs: Programs) -> None:
     """Write what the daemons read."""
     place.config.write_text(make_slurm_conf(place, settings, programs))
@@ -126,7 +126,7 @@ def write_files(place: ClusterFolder, settings: Settings,
     prolog = place.config.with_name("task-prolog")
     prolog.write_text(TASK_PROLOG)
     prolog.chmod(0o755)
-    lines = ["127.0.0.1 localhost", f"{NETWORK}1 {CONTROLLER}"]
+    lines = ["127.0.0.1 localhost", f"{NETWORK_PREFIX}1 {CONTROLLER}"]
     for number, name in enumerate(settings.names, 1):
         lines.append(f"{address(number)} {name}")
         # as PyTorch asks for the name of a client, which it else warns of
@@ -136,10 +136,10 @@ def write_files(place: ClusterFolder, settings: Settings,
 
 def address(number: int) -> str:
     """Return the address of a node, which are counted from 1 on."""
-    return f"{NETWORK}{10 + number}"
+    return f"{NETWORK_PREFIX}{10 + number}"
 
 
-def make_slurm_conf(place: ClusterFolder, settings: Settings,
+def make_slurm_conf(place: ClusterFolder, settings: ClusterSettings,
                     programs: Programs) -> str:
     """Return the text of slurm.conf."""
     nodes = [
@@ -153,7 +153,7 @@ def make_slurm_conf(place: ClusterFolder, settings: Settings,
     if settings.limits_memory:
         task_plugin, consumable = "cgroup", "CR_Core_Memory"
     return SLURM_CONF.format(
-        controller=CONTROLLER, network=NETWORK, user=programs.user,
+        controller=CONTROLLER, network=NETWORK_PREFIX, user=programs.user,
         socket=place.socket, folder=place.folder, task_plugin=task_plugin,
         consumable=consumable, node_timeout=settings.node_timeout,
         first_job=first_job(time.time()),
@@ -167,10 +167,10 @@ def first_job(now: float) -> int:
     there. So no later cluster may have the same ones: it has a number for each
     ten seconds since 2026. SLURM's largest comes after 20 years.
     """
-    return max(1, int(now - BEGIN) // 10)
+    return max(1, int(now - CLUSTER_EPOCH) // 10)
 
 
-def make_cgroup_conf(settings: Settings, programs: Programs) -> str:
+def make_cgroup_conf(settings: ClusterSettings, programs: Programs) -> str:
     """Return the text of cgroup.conf."""
     if settings.limits_memory:
         return "CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\n"
@@ -186,7 +186,7 @@ def write_commands(place: ClusterFolder, programs: Programs, pid: int) -> None:
         pid: the process that holds the cluster's namespaces.
     """
     user = "" if programs.is_root else "--user --preserve-credentials "
-    for command in COMMANDS:
+    for command in SLURM_COMMANDS:
         file = place.bin / command
         file.write_text(COMMAND.format(
             command=command, pid=pid, folder=place.folder, user=user,

@@ -20,24 +20,28 @@ from workshop import SOURCES
 from workshop.cluster import machine
 from workshop.cluster.config import Programs, write_commands, write_files
 from workshop.cluster.processes import (
+    CLUSTER_START_VARIABLE,
     INSIDE,
-    MARK,
-    START,
+    PART_VARIABLE,
     find_daemon,
     find_holder,
     find_processes,
     kill,
     kill_all,
 )
-from workshop.cluster.settings import ClusterFolder, Settings, require_own
+from workshop.cluster.settings import (
+    ClusterFolder,
+    ClusterSettings,
+    require_own,
+)
 
-PATIENCE = 120  # seconds for all nodes to come up, on a busy machine
-SPACE = 50_000_000  # bytes: logs, and the jobs that wait
+START_SECONDS = 120  # seconds for all nodes to come up, on a busy machine
+SPACE_NEEDED = 50_000_000  # bytes: logs, and the jobs that wait
 NO_SPACE = ("no space left on device: the cluster needs 50 MB in {}; fix: "
             "free some, or set TMPDIR")
-DAEMONS = ("munged", "slurmctld")
+DAEMON_NAMES = ("munged", "slurmctld")
 # States of sinfo in which a node does not answer; it also adds a * to others
-SILENT = ("", "down", "unknown")
+SILENT_STATES = ("", "down", "unknown")
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Cluster:
 
     # ---------------------------------------------------------- questions
 
-    def settings(self) -> Settings | None:
+    def settings(self) -> ClusterSettings | None:
         """Return its settings; None if it has not been started."""
         return self.place.read()
 
@@ -77,7 +81,7 @@ class Cluster:
             return []
         found = find_processes(self.place)
         return [Part(name, find_daemon(found, name) is not None)
-                for name in (*DAEMONS, *settings.names)]
+                for name in (*DAEMON_NAMES, *settings.names)]
 
     def environment(self) -> dict[str, str]:
         """Return the variables of a program that uses the cluster."""
@@ -86,7 +90,7 @@ class Cluster:
 
     # ------------------------------------------------------------ actions
 
-    def up(self, settings: Settings | None = None) -> None:
+    def up(self, settings: ClusterSettings | None = None) -> None:
         """Start the cluster, or its parts that are not running.
 
         A start that was killed is started anew: nobody has used it.
@@ -104,7 +108,7 @@ class Cluster:
                 machine.require_namespaces(programs.is_root)
                 self.remove()
                 self.require_space()
-                self.start(settings or known or Settings(), programs)
+                self.start(settings or known or ClusterSettings(), programs)
                 return
             require(not settings or settings == known, f"{self.place.folder} "
                     "is up with other settings; fix: python -m workshop "
@@ -115,7 +119,7 @@ class Cluster:
                     self.request(part.name)
             self.wait_for_parts(names)
 
-    def start(self, settings: Settings, programs: Programs) -> None:
+    def start(self, settings: ClusterSettings, programs: Programs) -> None:
         """Start all of it; if that fails, nothing is left."""
         try:
             self.place.make(settings)
@@ -124,7 +128,7 @@ class Cluster:
             self.place.start_id.write_text(secrets.token_hex(16))
             holder = self.make_namespaces(programs)
             write_commands(self.place, programs, holder)
-            self.wait_for_parts([*DAEMONS, *settings.names])
+            self.wait_for_parts([*DAEMON_NAMES, *settings.names])
             self.place.complete.touch()
         except BaseException as error:
             kill_all(self.place)
@@ -143,7 +147,8 @@ class Cluster:
     def require_space(self) -> None:
         """Raise a `UserError` if the disk is full."""
         above = self.place.folder.parent
-        require(shutil.disk_usage(above).free >= SPACE, NO_SPACE.format(above))
+        require(shutil.disk_usage(above).free >= SPACE_NEEDED,
+                NO_SPACE.format(above))
 
     def write_key(self) -> None:
         """Write munge's key, with which the daemons authenticate."""
@@ -161,8 +166,9 @@ class Cluster:
             [*SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
         variables = {name: value for name, value in os.environ.items()
                      if not name.startswith(("SLURM", "SBATCH_"))}
-        variables |= {MARK: str(self.place.folder), "PYTHONPATH": path,
-                      START: self.place.start_id.read_text(),
+        variables |= {PART_VARIABLE: str(self.place.folder),
+                      "PYTHONPATH": path,
+                      CLUSTER_START_VARIABLE: self.place.start_id.read_text(),
                       "PATH": machine.search_path(),
                       "SLURM_CONF": str(self.place.config)}
         command = [*machine.unshare_command(user=not programs.is_root),
@@ -179,14 +185,15 @@ class Cluster:
         Raises:
             UserError: they do not.
         """
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + START_SECONDS
         while True:
             missing = self.find_missing(names)
             if not missing:
                 return
             require(self.has_namespaces(), "the cluster did not start")
             require(time.monotonic() < end,
-                    f"{', '.join(missing)} did not come up in {PATIENCE} s; "
+                    f"{', '.join(missing)} did not come up in "
+                    f"{START_SECONDS} s; "
                     "fix: python -m workshop cluster down, then up")
             time.sleep(0.1)
 
@@ -201,7 +208,8 @@ class Cluster:
         states = self.ask_states()
         for name in names:
             state = states.get(name, "")
-            if name not in DAEMONS and (state in SILENT or "*" in state):
+            if name not in DAEMON_NAMES and (
+                    state in SILENT_STATES or "*" in state):
                 missing.append(name)
         return missing
 
@@ -266,7 +274,7 @@ class Cluster:
 
     def wait_for_end(self, name: str) -> None:
         """Wait until a daemon has ended."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + START_SECONDS
         while find_daemon(find_processes(self.place), name):
             require(time.monotonic() < end, f"{name} does not end")
             time.sleep(0.02)
@@ -276,7 +284,7 @@ class Cluster:
         require(self.is_up(), f"the cluster in {self.place.folder} is not up; "
                 "fix: python -m workshop cluster up")
         names = [part.name for part in self.parts()
-                 if not (nodes_only and part.name in DAEMONS)]
+                 if not (nodes_only and part.name in DAEMON_NAMES)]
         require(name in names, f"no such part: {name}; fix: choose from "
                 f"{', '.join(names)}")
 
@@ -323,7 +331,7 @@ class Cluster:
         The folder above is locked, and removed if it is empty at the end.
         """
         above = self.place.folder.parent
-        opened = lock_folder(above)
+        opened = make_locked_folder(above)
         try:
             yield
         finally:
@@ -332,11 +340,11 @@ class Cluster:
             os.close(opened)
 
 
-def lock_folder(folder: Path) -> int:
+def make_locked_folder(folder: Path) -> int:
     """Make and lock a folder, in which no other user may write.
 
-    Another user may have made it, or a link in its place, after `find_place`
-    has looked.
+    Another user may have made it, or a link in its place, after
+    `find_cluster_folder` has looked.
 
     Returns:
         The open folder.

@@ -21,12 +21,12 @@ from pathlib import Path
 
 from backstage.errors import UserError, require, run_main
 from workshop.cluster import processes
-from workshop.cluster.config import CONTROLLER, NETWORK, address
+from workshop.cluster.config import CONTROLLER, NETWORK_PREFIX, address
 from workshop.cluster.machine import unshare_command
-from workshop.cluster.settings import ClusterFolder, Settings
+from workshop.cluster.settings import ClusterFolder, ClusterSettings
 
 LOOK = 0.1  # seconds between two looks at the requests
-PATIENCE = 60  # seconds for a step that takes a moment
+STEP_SECONDS = 60  # seconds for a step that takes a moment
 # Real devices, which jobs would find although SLURM gave them others
 REAL_DEVICES = ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm", "kfd", "dri/*")
 # A daemon that answers questions about hosts from the machine's /etc/hosts
@@ -58,11 +58,12 @@ def require_own_start(place: ClusterFolder) -> None:
     known = ""
     with contextlib.suppress(FileNotFoundError):
         known = place.start_id.read_text()
-    require(known == os.environ.get(processes.START), "another start of the "
+    require(known == os.environ.get(processes.CLUSTER_START_VARIABLE),
+            "another start of the "
             "cluster has replaced this one")
 
 
-def call(*command: str | os.PathLike[str]) -> None:
+def call_command(*command: str | os.PathLike[str]) -> None:
     """Run a command.
 
     Raises:
@@ -83,7 +84,7 @@ def start_daemon(*command: str | os.PathLike[str]) -> None:
     if os.geteuid():
         arguments = ["setpriv", "--ambient-caps=-all", "--inh-caps=-all",
                      *arguments]
-    call(*arguments)
+    call_command(*arguments)
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Controller:
     """The namespaces of the cluster: its network, munged and slurmctld."""
 
     place: ClusterFolder
-    settings: Settings
+    settings: ClusterSettings
     nodes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -117,15 +118,16 @@ class Controller:
     def set_up(self) -> None:
         """Set up the network, the host's name and the devices."""
         socket.sethostname(CONTROLLER)
-        call("mount", "--bind", self.place.hosts, "/etc/hosts")
+        call_command("mount", "--bind", self.place.hosts, "/etc/hosts")
         if NAME_CACHE.is_dir():
-            call("mount", "-t", "tmpfs", "none", NAME_CACHE)
-        call("mount", "-t", "tmpfs", "none", self.place.bin)
+            call_command("mount", "-t", "tmpfs", "none", NAME_CACHE)
+        call_command("mount", "-t", "tmpfs", "none", self.place.bin)
         self.provide_devices()
         self.provide_pmix()
         for line in ("link set lo up", "link add br0 type bridge",
-                     f"addr add {NETWORK}1/24 dev br0", "link set br0 up"):
-            call("ip", *line.split())
+                     f"addr add {NETWORK_PREFIX}1/24 dev br0",
+                     "link set br0 up"):
+            call_command("ip", *line.split())
 
     def provide_devices(self) -> None:
         """Create the GPUs that SLURM gives to jobs, and hide the real ones.
@@ -135,11 +137,11 @@ class Controller:
         for number in range(self.settings.gpus):
             file = self.place.devices / f"nvidia{number}"
             file.touch()
-            call("mount", "--bind", "/dev/null", file)
+            call_command("mount", "--bind", "/dev/null", file)
         for pattern in REAL_DEVICES:
             for device in Path("/dev").glob(pattern):
                 if device.is_char_device():
-                    call("mount", "--bind", "/dev/null", device)
+                    call_command("mount", "--bind", "/dev/null", device)
 
     def provide_pmix(self) -> None:
         """Give PMIx the name under which SLURM loads it.
@@ -152,7 +154,7 @@ class Controller:
             link = copy / "libpmix.so"
             if not link.exists():
                 link.symlink_to("libpmix.so.2")
-            call("mount", "--bind", copy, library)
+            call_command("mount", "--bind", copy, library)
 
     def start(self, name: str, *options: str) -> None:
         """Start a part that does not run.
@@ -191,7 +193,7 @@ class Controller:
 
     def connect(self, name: str) -> None:
         """Connect a node to the network, once it has its own."""
-        holder, end = self.nodes[name].pid, time.monotonic() + PATIENCE
+        holder, end = self.nodes[name].pid, time.monotonic() + STEP_SECONDS
         while processes.same_namespace(holder, "net"):
             require(time.monotonic() < end and self.nodes[name].poll() is None,
                     f"{name} has no network")
@@ -203,24 +205,25 @@ class Controller:
         # the same address each time: the other nodes remember it, and would
         # send to that of a node that has crashed and is back
         number = self.settings.names.index(name) + 1
-        call("ip", "link", "add", link, "type", "veth", "peer", "name",
-             "eth0", "address", f"02:00:00:00:00:{number:02x}",
-             "netns", str(holder))
-        call("ip", "link", "set", link, "master", "br0", "up")
+        call_command("ip", "link", "add", link, "type", "veth", "peer", "name",
+                     "eth0", "address", f"02:00:00:00:00:{number:02x}",
+                     "netns", str(holder))
+        call_command("ip", "link", "set", link, "master", "br0", "up")
 
 
-def run_node(place: ClusterFolder, settings: Settings, name: str) -> None:
+def run_node(place: ClusterFolder, settings: ClusterSettings,
+             name: str) -> None:
     """Set up a node, and start its slurmd. Never returns."""
     socket.sethostname(name)
-    call("mount", "-t", "tmpfs", "shm", "/dev/shm")
-    call("ip", "link", "set", "lo", "up")
-    end = time.monotonic() + PATIENCE
+    call_command("mount", "-t", "tmpfs", "shm", "/dev/shm")
+    call_command("ip", "link", "set", "lo", "up")
+    end = time.monotonic() + STEP_SECONDS
     while not Path("/proc/self/net/dev").read_text().count("eth0:"):
         require(time.monotonic() < end, f"{name} has no network")
         time.sleep(0.02)
     own = address(settings.names.index(name) + 1)
-    call("ip", "addr", "add", f"{own}/24", "dev", "eth0")
-    call("ip", "link", "set", "eth0", "up")
+    call_command("ip", "addr", "add", f"{own}/24", "dev", "eth0")
+    call_command("ip", "link", "set", "eth0", "up")
     start_daemon("slurmd", "-N", name)
     while True:
         reap()

@@ -15,13 +15,13 @@ from backstage.errors import UserError, require
 from workshop.cluster.config import Programs
 
 # Program -> the package of Debian and Ubuntu that has it
-PACKAGES = {
+DAEMON_PACKAGES = {
     "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm",
     "munged": "munge", "ip": "iproute2", "mount": "mount",
     "unshare": "util-linux", "nsenter": "util-linux",
     "setpriv": "util-linux"}
 # An ordinary user's PATH has no folders of daemons
-DAEMONS = "/usr/local/sbin:/usr/sbin:/sbin"
+DAEMON_PATH = "/usr/local/sbin:/usr/sbin:/sbin"
 # What is tried in new namespaces: each part of a cluster needs it
 TRIAL = """\
 mount -t tmpfs none /mnt || exit 3
@@ -54,7 +54,7 @@ SWITCHES = (
 
 def search_path() -> str:
     """Return the PATH in which the programs are searched."""
-    return f"{os.environ.get('PATH', os.defpath)}:{DAEMONS}"
+    return f"{os.environ.get('PATH', os.defpath)}:{DAEMON_PATH}"
 
 
 def unshare_command(user: bool) -> list[str]:
@@ -80,9 +80,10 @@ def find_programs() -> Programs:
     """
     require(sys.platform == "linux", "SLURM runs only on Linux; fix: use the "
             "container, docs/cluster.md")
-    missing = [name for name in PACKAGES
+    missing = [name for name in DAEMON_PACKAGES
                if not shutil.which(name, path=search_path())]
-    packages = " ".join(dict.fromkeys(PACKAGES[name] for name in missing))
+    packages = " ".join(dict.fromkeys(DAEMON_PACKAGES[name] for name
+                                      in missing))
     require(not missing, f"{', '.join(missing)} not installed; fix: sudo "
             f"apt-get install --no-install-recommends {packages} (Debian, "
             "Ubuntu; nothing is installed for you)")

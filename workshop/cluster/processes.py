@@ -16,10 +16,11 @@ from backstage.errors import require
 from rankcheck.system import proc
 from workshop.cluster.settings import ClusterFolder
 
-MARK = "WORKSHOP_CLUSTER_PART"  # whose value is the cluster's folder
-START = "WORKSHOP_CLUSTER_START"  # a variable: the text of Place.start_id
+PART_VARIABLE = "WORKSHOP_CLUSTER_PART"  # whose value is the cluster's folder
+# a variable: the text of Place.start_id
+CLUSTER_START_VARIABLE = "WORKSHOP_CLUSTER_START"
 INSIDE = "workshop.cluster.inside"
-PATIENCE = 20  # seconds in which killed processes have to be gone
+END_SECONDS = 20  # seconds in which killed processes have to be gone
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Process:
 
 def find_processes(place: ClusterFolder) -> list[Process]:
     """Return the processes of a cluster, but those of its jobs."""
-    mark = f"{MARK}={place.folder}"
+    mark = f"{PART_VARIABLE}={place.folder}"
     found = []
     for pid in proc.list_processes():
         if pid == os.getpid() or not is_mine(pid):
@@ -91,7 +92,7 @@ def kill_all(place: ClusterFolder) -> None:
     Raises:
         UserError: one does not end.
     """
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + END_SECONDS
     while found := find_processes(place):
         first = found[0]
         require(time.monotonic() < end, f"process {first.pid} "

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from backstage.errors import require
 
-FORMAT = 1  # of the mark, which holds the settings
+SETTINGS_FORMAT = 1  # of the mark, which holds the settings
 MOST_NODES = 4
 MOST_GPUS = 8
 LONGEST_PATH = 80  # sockets have at most 107 characters
 
 
 @dataclass(frozen=True)
-class Settings:
+class ClusterSettings:
     """What the nodes claim to have, which need not be real."""
 
     nodes: int = 3
@@ -105,10 +105,10 @@ class ClusterFolder:
     def spool(self, node: str) -> Path:
         return self.folder / "spool" / node
 
-    def make(self, settings: Settings) -> None:
+    def make(self, settings: ClusterSettings) -> None:
         """Make the folder with its mark, and the folders in it."""
         self.folder.mkdir(mode=0o755)
-        text = json.dumps({"format": FORMAT, **asdict(settings)})
+        text = json.dumps({"format": SETTINGS_FORMAT, **asdict(settings)})
         self.mark.write_text(text, "utf-8")  # even a truncated one is a mark
         folders = [self.bin, self.config.parent, self.devices, self.logs,
                    self.requests, self.folder / "state", self.folder / "lib",
@@ -116,7 +116,7 @@ class ClusterFolder:
         for folder in folders:
             folder.mkdir(parents=True)
 
-    def read(self) -> Settings | None:
+    def read(self) -> ClusterSettings | None:
         """Return the settings of the cluster here; None if there is none.
 
         Raises:
@@ -132,14 +132,14 @@ class ClusterFolder:
             return None
         try:
             found = json.loads(self.mark.read_text("utf-8"))
-            if found.pop("format") == FORMAT:
-                return Settings(**found)
+            if found.pop("format") == SETTINGS_FORMAT:
+                return ClusterSettings(**found)
         except (AttributeError, KeyError, TypeError, ValueError):
             pass  # of another version, or truncated: it can be removed
-        return Settings()
+        return ClusterSettings()
 
 
-def find_place(name: str) -> ClusterFolder:
+def find_cluster_folder(name: str) -> ClusterFolder:
     """Return the place of this user's cluster of that name.
 
     Raises:

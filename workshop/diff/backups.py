@@ -25,13 +25,13 @@ from backstage.files import (
     write_atomically,
 )
 from rankcheck.system.errors import read_regular
-from workshop.stages import FIRST, STAGES, WORKING_COPY, require_writable
+from workshop.stages import FIRST_STAGE, STAGES, WORKING_COPY, require_writable
 
-FOLDER = WORKING_COPY.with_name("backups")
-LARGEST = 500_000  # bytes of a script: comparing more takes minutes
+BACKUPS = WORKING_COPY.with_name("backups")
+LARGEST_SCRIPT = 500_000  # bytes of a script: comparing more takes minutes
 
 
-def read_script(path: StrPath, most: int = LARGEST) -> bytes:
+def read_script_bytes(path: StrPath, most: int = LARGEST_SCRIPT) -> bytes:
     """The bytes of a script, read once; raises `UserError` if it cannot be.
 
     Every command that looks at a script reads it here.
@@ -42,8 +42,8 @@ def read_script(path: StrPath, most: int = LARGEST) -> bytes:
     except FileNotFoundError:
         raise UserError(
             f"{name} does not exist; fix: move it back, or make a new one: "
-            f"`python -m workshop reset {FIRST}`; `reset --list` lists its "
-            "earlier versions") from None
+            f"`python -m workshop reset {FIRST_STAGE}`; `reset --list` lists "
+            "its earlier versions") from None
     except OSError as error:
         raise UserError(f"{name} cannot be read: {error.strerror}") from None
     require(most < 0 or len(data) <= most, f"{name} has more than {most:,} "
@@ -58,7 +58,7 @@ def read_script(path: StrPath, most: int = LARGEST) -> bytes:
 SIGN = re.compile(r"(?:[ \d]{5} )?([-+])(?=[ \t\w@#)\"'])")
 
 
-def explain(error: SyntaxError, lines: list[str]) -> str:
+def explain_syntax(error: SyntaxError, lines: list[str]) -> str:
     """Why a script is not Python: a diff's sign, or what Python says.
 
     The sign may stand in the line above, where it made an expression.
@@ -80,8 +80,8 @@ def lock_working_copy() -> Iterator[None]:
     """
     with ExitStack() as opened:
         with suppress(OSError):
-            FOLDER.mkdir(parents=True, exist_ok=True)
-            file = opened.enter_context(open(FOLDER / ".lock", "ab"))
+            BACKUPS.mkdir(parents=True, exist_ok=True)
+            file = opened.enter_context(open(BACKUPS / ".lock", "ab"))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -178,8 +178,8 @@ def write_through(path: Path, data: bytes, check: Callable[[bytes], object],
 def numbered() -> list[tuple[int, Path]]:
     """[(number, path)] of the backups in their folder, the oldest first."""
     return sorted(
-        (int(number), path) for path in FOLDER.glob("*.py")
-        for number in re.findall(r"^\d{8}-\d{6}-(\d+)$", label(path)))
+        (int(number), path) for path in BACKUPS.glob("*.py")
+        for number in re.findall(r"^\d{8}-\d{6}-(\d+)$", backup_label(path)))
 
 
 def backups() -> list[Path]:
@@ -195,10 +195,10 @@ def backups() -> list[Path]:
     return [path for *_, path in sorted(beside) + numbered()]
 
 
-def label(backup: Path) -> str:
+def backup_label(backup: Path) -> str:
     """The backup's date and number, by which people name it."""
     parts = backup.name.split(".")
-    return parts[0] if backup.parent == FOLDER else parts[1]
+    return parts[0] if backup.parent == BACKUPS else parts[1]
 
 
 def applied_after(backup: Path) -> tuple[str, list[int]]:
@@ -209,10 +209,10 @@ def applied_after(backup: Path) -> tuple[str, list[int]]:
 
 def back_up(data: bytes) -> Path:
     """Keep these bytes in a new backup; returns it."""
-    FOLDER.mkdir(exist_ok=True)
+    BACKUPS.mkdir(exist_ok=True)
     first = 1 + max(dict(numbered()), default=0)
     for number in itertools.count(first):
-        backup = FOLDER / time.strftime(f"%Y%m%d-%H%M%S-{number}.py")
+        backup = BACKUPS / time.strftime(f"%Y%m%d-%H%M%S-{number}.py")
         try:
             copy = open(backup, "xb")
         except FileExistsError:  # where there are no locks

@@ -13,7 +13,7 @@ from workshop.diff import render, working_copy
 from workshop.diff.diff import Diff
 from workshop.instructor import classroom
 from workshop.jobs.originals import require_originals
-from workshop.stages import LESSONS, STAGES, find
+from workshop.stages import LESSONS, STAGES, find_stage
 
 
 def journey(args: argparse.Namespace) -> None:
@@ -21,7 +21,7 @@ def journey(args: argparse.Namespace) -> None:
     line, lessons = working_copy.next_lessons()
     print(line)
     for name in lessons:
-        print(f"  python -m workshop lab {name:8}  {find(name).title}")
+        print(f"  python -m workshop lab {name:8}  {find_stage(name).title}")
     print("All commands: python -m workshop --help")
 
 
@@ -59,7 +59,7 @@ def apply(args: argparse.Namespace) -> None:
     require(args.all != bool(args.numbers), "no changes are named; fix: give "
             "their numbers, or --all: see python -m workshop apply --help")
     require_originals()
-    working_copy.apply(args.stage, args.numbers)
+    working_copy.apply_changes(args.stage, args.numbers)
 
 
 def add_reset(parser: argparse.ArgumentParser) -> None:
@@ -76,10 +76,10 @@ def reset(args: argparse.Namespace) -> None:
     if args.list:
         working_copy.list_all()
     elif args.undo:
-        working_copy.undo()
+        working_copy.restore_previous()
     else:
         require_originals()
-        working_copy.reset(args.name)
+        working_copy.reset_to(args.name)
 
 
 def add_script(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +92,7 @@ def script(args: argparse.Namespace) -> None:
 
     from workshop.jobs.doctor import name_commit
 
-    path, reason = working_copy.choose(args.stage)
+    path, reason = working_copy.choose_script(args.stage)
     print(reason, file=sys.stderr, flush=True)
     print(path, flush=True)
     with suppress(PackageNotFoundError):  # the script says which is missing

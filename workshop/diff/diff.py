@@ -26,18 +26,19 @@ from pathlib import Path
 from backstage.errors import UserError, require
 from backstage.files import StrPath, show_path
 from workshop.diff import documents
-from workshop.diff.backups import explain, read_script
-from workshop.stages import STAGES, WORKING_COPY, find
+from workshop.diff.backups import explain_syntax, read_script_bytes
+from workshop.stages import STAGES, WORKING_COPY, find_stage
 
 # (i1, i2, j1, j2): lines i1 to i2 of one become lines j1 to j2 of the other
 Edit = tuple[int, int, int, int]
 # (i1, i2, j1, j2, last): the same, and whether the comments below belong to it
-Span = tuple[int, int, int, int, bool]
+EditSpan = tuple[int, int, int, int, bool]
 # (change or None, begin, end, texts): lines of the goal, see `Diff._runs`
 GoalRun = tuple[int | None, int, int, list[str] | None]
 
-GAP = 2  # this many equal lines do not split a change
-FEW = 10  # with so many lines changed, a script is still nearly a stage's
+JOIN_GAP = 2  # this many equal lines do not split a change
+# With so many lines changed, a script is still nearly a stage's
+FEW_LINES = 10
 
 # A line up to its comment: a string may contain "#", a quote may be unclosed.
 QUOTED = r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')"""
@@ -56,7 +57,7 @@ class Script:
         """
         self.path, name = Path(path), show_path(path)
         try:
-            self.data = read_script(path) if data is None else data
+            self.data = read_script_bytes(path) if data is None else data
             text = self.data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise UserError(f"{name} is not UTF-8 text ({error})") from None
@@ -81,7 +82,7 @@ class Script:
         try:
             ast.parse(self.text)
         except SyntaxError as error:
-            return explain(error, self.lines)
+            return explain_syntax(error, self.lines)
         except (RecursionError, MemoryError):  # Python may run it
             pass
         return None
@@ -125,7 +126,7 @@ def strip_comment(line: str) -> str:
     return found[0].rstrip() if found else ""
 
 
-def differences(a: Sequence[str], b: Sequence[str]) -> list[Edit]:
+def line_differences(a: Sequence[str], b: Sequence[str]) -> list[Edit]:
     """The (i1, i2, j1, j2) where code a[i1:i2] becomes b[j1:j2].
 
     What is put in, or left out, begins with its decorators, not with what is
@@ -155,7 +156,7 @@ def read_stages() -> dict[str, Script]:
 def nearest(script: Script, stages: Mapping[str, Script]) -> tuple[int, str]:
     """(how many lines of code differ, the stage with the fewest)."""
     return min((sum(i2 - i1 + j2 - j1 for i1, i2, j1, j2 in
-                    differences(stage.code, script.code)), name)
+                    line_differences(stage.code, script.code)), name)
                for name, stage in stages.items())
 
 
@@ -177,9 +178,9 @@ class Lesson:
     """The changes from one stage to the next, and the code of each."""
 
     def __init__(self, stage: str) -> None:
-        self.stage, self.changes = stage, documents.load(stage)
-        self.start = Script(find(find(stage).after).solution)
-        self.goal = Script(find(stage).solution)
+        self.stage, self.changes = stage, documents.load_changes(stage)
+        self.start = Script(find_stage(find_stage(stage).after).solution)
+        self.goal = Script(find_stage(stage).solution)
         self.pieces = [*self.cut(hunks(self.start.code, self.goal.code))]
 
     def cut(self, hunks: list[list[Edit]]) -> Iterator[ChangePart]:
@@ -229,10 +230,10 @@ class Lesson:
 
 
 def hunks(a: Sequence[str], b: Sequence[str]) -> list[list[Edit]]:
-    """The differences, in groups that are at most `GAP` lines apart."""
+    """The differences, in groups that are at most `JOIN_GAP` lines apart."""
     together: list[list[Edit]] = []
-    for difference in differences(a, b):
-        if together and difference[0] - together[-1][-1][1] <= GAP:
+    for difference in line_differences(a, b):
+        if together and difference[0] - together[-1][-1][1] <= JOIN_GAP:
             together[-1].append(difference)
         else:
             together.append([difference])
@@ -313,13 +314,13 @@ class Diff:
                 f"no such change: {number}; fix: choose from those of "
                 f"{self.stage}, 1 to {self.total}")
 
-    def _parts(self) -> Iterator[tuple[int | None, Span]]:
+    def _parts(self) -> Iterator[tuple[int | None, EditSpan]]:
         """The differences, cut where another change of the lesson begins.
 
         Yields (change or None, (i1, i2, j1, j2, last)).
         """
         yours, goal = self.script.code, self.goal.code
-        for i1, i2, j1, j2 in differences(yours, goal):
+        for i1, i2, j1, j2 in line_differences(yours, goal):
             parts = self._runs(yours[i1:i2], j1, j2)
             ends = [i1 + end for end in distribute(
                 yours[i1:i2], [texts for *_, texts in parts])]
@@ -373,7 +374,7 @@ class Diff:
         a1, a2 = self.script.span(i1, i2, last)
         b1, b2 = self.goal.span(j1, j2, last)
         code = {self.script.where[i] for i in range(i1, i2)}
-        for c1, c2, d1, d2 in differences(
+        for c1, c2, d1, d2 in line_differences(
                 self.script.lines[a1:a2], self.goal.lines[b1:b2]):
             own = d1 == d2 and not code & set(range(a1 + c1, a1 + c2))
             if not own:  # the attendee's own comments may stay
@@ -402,7 +403,7 @@ class Diff:
         here = (self.lesson.start.path, self.goal.path)
         stages = read_stages()
         count, name = nearest(self.script, stages)
-        return "" if count > FEW or stages[name].path in here else name
+        return "" if count > FEW_LINES or stages[name].path in here else name
 
     def own_lines(self, numbers: Collection[int]) -> list[int]:
         """The lines that `apply` removes and that are in neither stage."""

@@ -39,8 +39,8 @@ from workshop.stages import LESSONS, STAGES
 
 # its kind, its rows, and its end, where it has one
 BLOCK = re.compile(r"^```(.*)\n((?:(?!```).*\n)*)(```$)?", re.M)
-PREDICT, CHECK = "**Predict.** ", "**Predict and check.** "
-ANSWER, HINT = "**Answer.** ", "**Hint.** "
+PREDICT, CHECK_MARKS = "**Predict.** ", "**Predict and check.** "
+ANSWER_MARKS, HINT = "**Answer.** ", "**Hint.** "
 
 
 @dataclass
@@ -67,15 +67,15 @@ class Change:
     hint: str = field(default="", repr=False)
 
 
-def load(stage: str) -> list[Change]:
+def load_changes(stage: str) -> list[Change]:
     """The `Change`s that make the stage, in the order they are taught."""
     require(stage in LESSONS, f"no lesson leads to a stage {stage}; fix: "
             f"choose from {', '.join(LESSONS)}")
     path = STAGES[stage].lesson
-    return parse(path.read_text("utf-8"), show_path(path))
+    return parse_changes(path.read_text("utf-8"), show_path(path))
 
 
-def parse(text: str, name: str) -> list[Change]:
+def parse_changes(text: str, name: str) -> list[Change]:
     """The `Change`s of a document; name: what an error calls it.
 
     Raises `ValueError` with the line in which it is not a lesson.
@@ -104,12 +104,12 @@ def parse(text: str, name: str) -> list[Change]:
         parts = [" ".join(part.split()) for part in re.split(
             r"\n\s*\n", BLOCK.sub("\n\n", body).strip()) if part]
         asked, answers = ([part for part in parts if part.startswith(begins)]
-                          for begins in ((PREDICT, CHECK), ANSWER))
+                          for begins in ((PREDICT, CHECK_MARKS), ANSWER_MARKS))
         hints = [part for part in parts if part.startswith(HINT)]
         prose = [part for part in parts if part not in asked + answers + hints]
         require(prose, begin, "the change has no why")
         require(len(answers) == len(asked) < 2, begin, "a change asks one "
-                f"question or none, which has an answer, '{ANSWER}...'")
+                f"question or none, which has an answer, '{ANSWER_MARKS}...'")
         require(len(hints) < 2, begin, f"a change has one hint, '{HINT}...', "
                 "or none")
         blocks = [*BLOCK.finditer(section)]
@@ -128,7 +128,7 @@ def parse(text: str, name: str) -> list[Change]:
         if asked:
             change.predict = asked[0].split(".** ", 1)[1]
             change.answer = answers[0].split(".** ", 1)[1]
-            change.checked = asked[0].startswith(CHECK)
+            change.checked = asked[0].startswith(CHECK_MARKS)
         if hints:
             change.hint = hints[0].removeprefix(HINT)
         changes.append(change)

@@ -21,31 +21,31 @@ from workshop.stages import WORKING_COPY
 # The numbers and signs are text, which cannot be selected: anyone who copies
 # from the view copies only code. Where lines are removed there are stripes
 # beside the colour.
-PAGE = Path(__file__).with_name("page")
+PAGE_FOLDER = Path(__file__).with_name("page")
 
-Span = tuple[str, bool]  # a part of a line, and whether it differs
-# (line number, sign, the line): see workshop/diff/render.py's `rows`
-Row = tuple[int | None, str, list[Span]]
+DiffSpan = tuple[str, bool]  # a part of a line, and whether it differs
+# (line number, sign, the line): see workshop/diff/render.py's `change_rows`
+DiffRow = tuple[int | None, str, list[DiffSpan]]
 
 
-def script(name: str) -> str:
+def read_page_script(name: str) -> str:
     """A script for the page, without the comment above it."""
-    text = (PAGE / name).read_text("utf-8")
+    text = (PAGE_FOLDER / name).read_text("utf-8")
     text = re.sub("^//.*\n", "", text, flags=re.M).strip()
     return f"<script>{text}</script>"
 
 
 STYLE = "<style>\n{}</style>".format(
-    (PAGE / "view.css").read_text("utf-8").replace("BLUE", BLUE).replace(
-        "ORANGE", ORANGE))
-KEEP_IN_SIGHT = script("keep_in_sight.js")
-BRING_LINE = script("bring_line.js")
-KEEP_UNFOLDED = script("keep_unfolded.js")
-TEXTS = script("texts.js")
-ANNOUNCE = script("announce.js")
+    (PAGE_FOLDER / "view.css").read_text("utf-8").replace(
+        "BLUE", BLUE).replace("ORANGE", ORANGE))
+KEEP_IN_SIGHT = read_page_script("keep_in_sight.js")
+BRING_LINE = read_page_script("bring_line.js")
+KEEP_UNFOLDED = read_page_script("keep_unfolded.js")
+TEXTS_SCRIPT = read_page_script("texts.js")
+ANNOUNCE = read_page_script("announce.js")
 STALE = """<div class="ws"><p class="ask"><strong>This is how it was at TIME:
 it does not follow your script any more.</strong> Run this cell again.</p
->""" + script("stale.js") + "</div>"
+>""" + read_page_script("stale.js") + "</div>"
 
 
 def texts(path: str) -> str:
@@ -54,7 +54,7 @@ def texts(path: str) -> str:
     path: as below.
     """
     there = Path(path).parents[2] / WORKING_COPY.relative_to(ROOT)
-    return BRING_LINE + TEXTS.replace(
+    return BRING_LINE + TEXTS_SCRIPT.replace(
         "WORKING_COPY", json.dumps(there.as_posix()))
 
 
@@ -80,7 +80,7 @@ def link_lines(text: str) -> str:
                   lambda it: link(it[0], it[1]), text)
 
 
-def code_box(view: Iterable[Row], about: str) -> str:
+def code_box(view: Iterable[DiffRow], about: str) -> str:
     """The HTML of rows of code; about: its name for those who listen."""
     kinds = {"-": ' class="del" role="deletion"',
              "+": ' class="add" role="insertion"', "": ' class="gap"',
@@ -119,7 +119,7 @@ def as_calls(text: str) -> str:
                   r" [^`]+)`", call, text)
 
 
-def box(text: str, status: str = "") -> str:
+def styled_box(text: str, status: str = "") -> str:
     """The style, and the HTML that it applies to.
 
     status: a line of text that is read aloud where someone listens.

@@ -20,7 +20,7 @@ from rankcheck.system.errors import read_regular
 from workshop.diff.backups import lock_working_copy
 from workshop.stages import WORKING_COPY
 
-RECORD = WORKING_COPY.with_name(".checked.json")
+PASSED_FILE = WORKING_COPY.with_name(".checked.json")
 
 
 def record(stage: str, data: bytes) -> None:
@@ -30,44 +30,44 @@ def record(stage: str, data: bytes) -> None:
     """
     try:
         with lock_working_copy():  # another check may be ending, too
-            passed = load()
+            passed = load_passed()
             passed.setdefault(stage, {})[digest(data)] = time.strftime(
                 "%Y-%m-%d %H:%M:%S")
             text = json.dumps(passed, indent=1) + "\n"
-            write_atomically(RECORD, text.encode())
+            write_atomically(PASSED_FILE, text.encode())
     except (OSError, UserError) as error:
         if has_passed(stage, data):  # it is written, as the error says
             warn(str(error))
             return
-        warn(f"this check is not recorded in {show_path(RECORD)} ({error}), "
-             "so batch files will not train with this script")
+        warn(f"this check is not recorded in {show_path(PASSED_FILE)} "
+             f"({error}), so batch files will not train with this script")
 
 
 def has_passed(stage: str, data: bytes) -> bool:
     """Whether the script with these bytes has passed for the stage."""
-    return digest(data) in read().get(stage, {})
+    return digest(data) in read_passed().get(stage, {})
 
 
 def last_passed(stage: str) -> str | None:
     """When a script last passed for the stage, as text, or None."""
-    return max(read().get(stage, {}).values(), default=None)
+    return max(read_passed().get(stage, {}).values(), default=None)
 
 
-def read() -> dict[str, dict[str, str]]:
+def read_passed() -> dict[str, dict[str, str]]:
     """Return the record; empty if the file is corrupt or unreadable."""
     try:
-        return load()
+        return load_passed()
     except OSError:
         return {}
 
 
-def load() -> dict[str, dict[str, str]]:
+def load_passed() -> dict[str, dict[str, str]]:
     """Return the record; empty if there is no file, or it is corrupt.
 
     Raises `OSError` if it cannot be read: what is in it may be needed later.
     """
     try:
-        data = read_regular(RECORD)
+        data = read_regular(PASSED_FILE)
     except FileNotFoundError:
         return {}
     try:

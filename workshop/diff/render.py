@@ -19,16 +19,16 @@ from workshop.diff.diff import Diff, Edit, RemainingChange
 from workshop.diff.page import (
     KEEP_IN_SIGHT,
     KEEP_UNFOLDED,
-    Row,
-    Span,
-    box,
+    DiffRow,
+    DiffSpan,
     code_box,
     link,
     link_lines,
     quote,
+    styled_box,
 )
 from workshop.html import TERMINAL_BLUE, TERMINAL_ORANGE, folded, paragraph
-from workshop.stages import WORKING_COPY, find
+from workshop.stages import WORKING_COPY, find_stage
 
 CONTEXT = 2  # unchanged lines shown above and below a change
 
@@ -42,7 +42,8 @@ def is_checked(diff: Diff) -> bool:
     return passed_checks.has_passed(diff.stage, diff.script.data)
 
 
-def split(diff: Diff) -> tuple[list[RemainingChange], list[RemainingChange]]:
+def split_changes(diff: Diff) -> tuple[list[RemainingChange],
+                                       list[RemainingChange]]:
     """The changes that are left, and those that the check has found right.
 
     The next one to make is the first of what is left.
@@ -54,7 +55,7 @@ def split(diff: Diff) -> tuple[list[RemainingChange], list[RemainingChange]]:
 
 def headline(diff: Diff) -> str:
     """In one line, how far the script is."""
-    name, (left, right) = show_path(diff.script.path), split(diff)
+    name, (left, right) = show_path(diff.script.path), split_changes(diff)
     if (right or diff.other_changes) and is_checked(diff):
         return f"{name} has passed the check; what remains is style"
     if left:
@@ -69,16 +70,16 @@ def headline(diff: Diff) -> str:
     return text
 
 
-def advice(diff: Diff) -> str:
+def next_command(diff: Diff) -> str:
     """What to do next, in one line."""
-    stage, (left, right) = diff.stage, split(diff)
+    stage, (left, right) = diff.stage, split_changes(diff)
     if is_checked(diff):
         if right or diff.other_changes:
             return "It passed the check: your differences may stay."
         return "It passed the check, too."
     other = diff.other_stage() if left else ""
     if other:
-        start = find(stage).after
+        start = find_stage(stage).after
         return (f"This is the stage {other}, but the lesson starts from "
                 f"{start}; fix: `python -m workshop reset {start}`, which "
                 "backs yours up.")
@@ -90,7 +91,7 @@ def advice(diff: Diff) -> str:
     return f"Next: `python -m workshop check {stage}`"
 
 
-def saved(path: Path) -> str:
+def saved_at(path: Path) -> str:
     when = time.localtime(path.stat().st_mtime)
     today = when[:3] == time.localtime()[:3]
     return time.strftime("saved at %H:%M:%S" if today else
@@ -115,15 +116,15 @@ def title(diff: Diff, item: RemainingChange) -> tuple[str, str]:
     return f"{number}{item.title}", where
 
 
-def question(diff: Diff, item: RemainingChange) -> str:
+def prediction(diff: Diff, item: RemainingChange) -> str:
     """What to predict, and the check that tries it, if one does."""
     return item.predict + (
         f" `python -m workshop check {diff.stage} {item.number}` tries it, "
         "before you make the change." * item.checked)
 
 
-def rows(yours: list[str], goal: list[str], edits: Sequence[Edit],
-         titles: Iterable[str] = ()) -> Iterator[Row]:
+def change_rows(yours: list[str], goal: list[str], edits: Sequence[Edit],
+                titles: Iterable[str] = ()) -> Iterator[DiffRow]:
     """The rows (line number or None, sign, [(text, differs)]) of a change.
 
     The sign is " ", "-", "+", "" for a row that stands for a gap, or "@" for a
@@ -133,26 +134,27 @@ def rows(yours: list[str], goal: list[str], edits: Sequence[Edit],
     shown = max(0, edits[0][0] - CONTEXT)
     for i1, i2, j1, j2 in edits:
         if shown + CONTEXT < i1 - CONTEXT:
-            yield from plain(yours, shown, shown + CONTEXT)
+            yield from unchanged_rows(yours, shown, shown + CONTEXT)
             yield None, "", []
             shown = i1 - CONTEXT
-        yield from plain(yours, shown, i1)
+        yield from unchanged_rows(yours, shown, i1)
         above = next(titles, "")
         if above:
             yield None, "@", [(above, False)]
-        old, new = mark(yours[i1:i2], goal[j1:j2])
+        old, new = mark_differences(yours[i1:i2], goal[j1:j2])
         yield from ((i1 + k + 1, "-", text) for k, text in enumerate(old))
         yield from ((None, "+", text) for text in new)
         shown = i2
-    yield from plain(yours, shown, min(shown + CONTEXT, len(yours)))
+    yield from unchanged_rows(yours, shown, min(shown + CONTEXT, len(yours)))
 
 
-def plain(lines: list[str], begin: int, end: int) -> list[Row]:
+def unchanged_rows(lines: list[str], begin: int, end: int) -> list[DiffRow]:
     return [(i + 1, " ", [(lines[i], False)]) for i in range(begin, end)]
 
 
-def mark(old: list[str],
-         new: list[str]) -> tuple[list[list[Span]], list[list[Span]]]:
+def mark_differences(old: list[str],
+                     new: list[str]) -> tuple[list[list[DiffSpan]],
+                                              list[list[DiffSpan]]]:
     """Both as lists of (text, differs); similar lines are compared by word."""
     marked = [[(line, False)] for line in old], [[(line, False)]
                                                  for line in new]
@@ -209,8 +211,8 @@ def to_text(diff: Diff, colour: bool = False, hints: bool = False,
 
     out = [paint(headline(diff), 1)]
     out += [paint(line, TERMINAL_ORANGE) for line in warnings(diff)]
-    out.append(f"Last {saved(diff.script.path)}. {advice(diff)}")
-    left, right = split(diff)
+    out.append(f"Last {saved_at(diff.script.path)}. {next_command(diff)}")
+    left, right = split_changes(diff)
     shown = left + diff.other_changes + right
     if number is not None:
         diff.require_change(number)
@@ -221,14 +223,14 @@ def to_text(diff: Diff, colour: bool = False, hints: bool = False,
         name, where = title(diff, item)
         out += ["", f"{paint(name, 1)} ({where})", wrap(item.why)]
         if item.predict:
-            lesson = show_path(find(diff.stage).lesson)
-            out += ["", wrap(f"Predict: {question(diff, item)}"), wrap(
+            lesson = show_path(find_stage(diff.stage).lesson)
+            out += ["", wrap(f"Predict: {prediction(diff, item)}"), wrap(
                 f"(the answer: {lesson}, change {item.number})")]
         if hints:
             if number is not None and item.hint:
                 out += ["", wrap(f"Hint: {item.hint}")]
             continue
-        for line, sign, parts in rows(
+        for line, sign, parts in change_rows(
                 diff.script.lines, diff.goal.lines, item.edits):
             codes = {"-": [TERMINAL_ORANGE],
                      "+": [TERMINAL_BLUE]}.get(sign, [])
@@ -261,7 +263,7 @@ def to_html(diff: Diff, hints: bool = False, whole: bool = False) -> str:
     Shift+Enter. hints: the code is folded, too. whole: all that differs as
     one diff, as git shows it.
     """
-    left, right = split(diff)
+    left, right = split_changes(diff)
     todo = [] if is_checked(diff) else left + diff.other_changes
     name, warned = show_path(diff.script.path), [*warnings(diff)]
     first = html.escape(headline(diff))
@@ -272,7 +274,7 @@ def to_html(diff: Diff, hints: bool = False, whole: bool = False) -> str:
            "" if whole else strip(diff, left)]
     out += [paragraph(quote(line), "bad") for line in warned]
     out.append(paragraph(quote(
-        f"Last {saved(diff.script.path)}. {advice(diff)}")))
+        f"Last {saved_at(diff.script.path)}. {next_command(diff)}")))
     if whole:
         out.append(everything(diff))
     for item in [] if whole else left + diff.other_changes + right:
@@ -289,8 +291,8 @@ def to_html(diff: Diff, hints: bool = False, whole: bool = False) -> str:
                 name += " (right, as you wrote it)"
             out.append(folded(f"{name} {where}", change(diff, item, hints),
                               id))
-    return box("\n".join([*out, KEEP_UNFOLDED, KEEP_IN_SIGHT]),
-               next(iter(warned), headline(diff)))
+    return styled_box("\n".join([*out, KEEP_UNFOLDED, KEEP_IN_SIGHT]),
+                      next(iter(warned), headline(diff)))
 
 
 def anchor(diff: Diff, number: int) -> str:
@@ -333,9 +335,9 @@ def change(diff: Diff, item: RemainingChange, hints: bool) -> str:
     why = [paragraph(quote(part)) for part in item.why.split("\n\n")]
     if item.predict:
         why += [paragraph("<strong>Predict:</strong> "
-                          + quote(question(diff, item)), "ask"),
+                          + quote(prediction(diff, item)), "ask"),
                 fold("Answer", paragraph(quote(item.answer)))]
-    view = [*rows(diff.script.lines, diff.goal.lines, item.edits)]
+    view = [*change_rows(diff.script.lines, diff.goal.lines, item.edits)]
     about = (f"change {item.number}" if item.number else
              "a difference that is not in the lesson")
     code = code_box(view, f"The code of {about}")
@@ -356,8 +358,8 @@ def everything(diff: Diff) -> str:
     titles = ["", *(title for _, title in edits)]
     new = [title * (title != before)
            for before, title in itertools.pairwise(titles)]
-    return code_box(rows(diff.script.lines, diff.goal.lines,
-                         [edit for edit, _ in edits], new),
+    return code_box(change_rows(diff.script.lines, diff.goal.lines,
+                                [edit for edit, _ in edits], new),
                     "All that differs") if edits else ""
 
 
@@ -390,10 +392,10 @@ def between(old: str, new: str) -> tuple[str, str]:
         f"<code>{name or 'outside any function'}</code>: "
         f"{sum(i2 - i1 for i1, i2, *_ in some)} removed, "
         f"{sum(j2 - j1 for *_, j1, j2 in some)} added",
-        code_box(rows(before, after, some), "The changes there"))
+        code_box(change_rows(before, after, some), "The changes there"))
         for name, some in places.items()]
-    view = list(rows(before, after, edits)) if edits else []
+    view = list(change_rows(before, after, edits)) if edits else []
     text = "\n".join(f"{line or '':>5} {sign or '...'} "
                      + "".join(part for part, _ in parts)
                      for line, sign, parts in view)
-    return box("".join(parts)), text
+    return styled_box("".join(parts)), text

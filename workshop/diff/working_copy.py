@@ -17,10 +17,10 @@ from rankcheck.system.errors import read_regular
 from workshop.diff import passed_checks
 from workshop.diff.backups import (
     applied_after,
+    backup_label,
     backups,
-    label,
     lock_working_copy,
-    read_script,
+    read_script_bytes,
     replace_working_copy,
 )
 from workshop.diff.diff import (
@@ -31,7 +31,7 @@ from workshop.diff.diff import (
     read_stages,
 )
 from workshop.results import runs
-from workshop.stages import LESSONS, STAGES, WORKING_COPY, find
+from workshop.stages import LESSONS, STAGES, WORKING_COPY, find_stage
 
 REOPEN = ("Reopen the script if an editor shows the old one. In JupyterLab, "
           "click into it, then File > Reload Python File from Disk; if "
@@ -53,7 +53,7 @@ def changes_passed(diff: Diff) -> list[RemainingChange]:
 
 
 @lock_working_copy()
-def apply(stage: str, numbers: Sequence[int] = ()) -> None:
+def apply_changes(stage: str, numbers: Sequence[int] = ()) -> None:
     """Make changes of the lesson, by their numbers, or all that are left.
 
     Of all, those stay as they are that the check has found right.
@@ -102,21 +102,21 @@ def apply(stage: str, numbers: Sequence[int] = ()) -> None:
     print(REOPEN)  # the last line: after Shift+Enter it is in sight
 
 
-def reset(name: str) -> None:
+def reset_to(name: str) -> None:
     """Replace the working copy by a stage, or by the backup of that date."""
     if name in STAGES:
-        put_back(STAGES[name].solution, name)
+        replace_script(STAGES[name].solution, name)
         return
     for backup in backups():
-        if label(backup) == name:
-            put_back(backup, name)
+        if backup_label(backup) == name:
+            replace_script(backup, name)
             return
     raise UserError(f"no such stage: {name}; fix: choose from "
                     f"{', '.join(STAGES)}, or a date that `python -m workshop "
                     "reset --list` lists")
 
 
-def undo() -> None:
+def restore_previous() -> None:
     """Restore the previous version of the working copy.
 
     Done twice, it brings this version back.
@@ -134,17 +134,17 @@ def undo() -> None:
                 "fix: choose another of `python -m workshop reset --list`"
             ) from error
         if differs:
-            put_back(backup, describe(backup))
+            replace_script(backup, describe_backup(backup))
             return
     raise UserError("nothing to undo: no backup of "
                     f"{show_path(WORKING_COPY)} differs from it")
 
 
-def describe(backup: Path) -> str:
+def describe_backup(backup: Path) -> str:
     """Say what a backup is: its date, or what `apply` made after it."""
     stage, numbers = applied_after(backup)
     if stage not in LESSONS:
-        return label(backup)
+        return backup_label(backup)
     diff = Diff(stage, backup)
     changes = f"{numbers[0]}"
     if len(numbers) > 1:
@@ -155,9 +155,9 @@ def describe(backup: Path) -> str:
             f"{diff.total - len(diff.remaining)} of {diff.total} changes made")
 
 
-def put_back(source: Path, name: str) -> None:
+def replace_script(source: Path, name: str) -> None:
     """Replace the working copy by a copy of `source`."""
-    data = read_script(source, most=-1)
+    data = read_script_bytes(source, most=-1)
     with lock_working_copy():
         before = read_working_copy()
         if before == data:
@@ -176,7 +176,7 @@ def read_working_copy() -> bytes | None:
     """Return the bytes of the working copy, or None if it does not exist."""
     if not WORKING_COPY.exists():
         return None
-    return read_script(WORKING_COPY, most=-1)
+    return read_script_bytes(WORKING_COPY, most=-1)
 
 
 def undone_changes(diff: Diff) -> list[int]:
@@ -208,7 +208,7 @@ def list_all() -> None:
     kept = []
     if WORKING_COPY.exists():
         kept.append((show_path(WORKING_COPY), WORKING_COPY))
-    kept += [(label(backup), backup) for backup in backups()]
+    kept += [(backup_label(backup), backup) for backup in backups()]
     for name, path in kept:
         try:
             count, stage = nearest(Script(path), stages)
@@ -221,14 +221,14 @@ def list_all() -> None:
         print("`python -m workshop reset DATE` restores that version")
 
 
-def choose(stage: str) -> tuple[Path, str]:
+def choose_script(stage: str) -> tuple[Path, str]:
     """The script that a batch file trains with, and a line that says why.
 
     It is the working copy if that has passed the check for the stage. If it
     was edited since, it is used as well, with a warning, but only while it is
     still nearest to that stage and not on its way to the next one.
     """
-    shown, solution = show_path(WORKING_COPY), find(stage).solution
+    shown, solution = show_path(WORKING_COPY), find_stage(stage).solution
     instead = f"script    {show_path(solution)}"
     if stage not in LESSONS:
         return solution, instead
@@ -255,10 +255,10 @@ def lesson_rows() -> list[tuple[str, str, str, int]]:
 
     First come those of the path that most lessons go on from.
     """
-    found, _ = runs.read_all(runs.list_folders(runs.RUNS))
+    found, _ = runs.read_runs(runs.list_folders(runs.RUNS))
     count = Counter(run.stage for run in found)
     together = Counter(map(first_lesson, LESSONS))
-    return [(stage, find(stage).title,
+    return [(stage, find_stage(stage).title,
              (passed_checks.last_passed(stage) or "")[:16], count[stage])
             for stage in sorted(LESSONS, key=lambda name: -together[
                 first_lesson(name)])]
@@ -266,7 +266,7 @@ def lesson_rows() -> list[tuple[str, str, str, int]]:
 
 def first_lesson(stage: str) -> str:
     """The lesson that one begins with to come to this stage."""
-    before = find(stage).after
+    before = find_stage(stage).after
     return first_lesson(before) if before in LESSONS else stage
 
 
@@ -277,9 +277,10 @@ def next_lessons() -> tuple[str, list[str]]:
     """
     script = Script(WORKING_COPY)
     _, stage = nearest(script, read_stages())
-    after = sorted((name for name in LESSONS if find(name).after == stage),
+    after = sorted((name for name in LESSONS
+                    if find_stage(name).after == stage),
                    key=lambda name: -sum(  # first, what most goes on from
-                       find(later).after == name for later in LESSONS))
+                       find_stage(later).after == name for later in LESSONS))
     begun = [diff for diff in (Diff(name, script.path) for name in (
         *[stage][:stage in LESSONS], *after))
              if 0 < len(diff.remaining) < diff.total]

@@ -20,7 +20,7 @@ from workshop.diff.diff import load_lesson
 from workshop.instructor.plan import LENGTHS, read_plan
 from workshop.stages import LESSONS
 
-FOLDED = re.compile(
+FOLDED_ANSWER = re.compile(
     r"<details><summary>Answer</summary>\n(.*?)</details>", re.S)
 
 
@@ -40,8 +40,8 @@ def unfolded(notebook: Path) -> list[str]:
     cells = json.loads(notebook.read_text("utf-8"))["cells"]
     texts = ["".join(cell["source"]) for cell in cells
              if cell["cell_type"] == "markdown"]
-    return [FOLDED.sub(r"**Answer.**\n\1", text).strip()
-            for text in texts if FOLDED.search(text)]
+    return [FOLDED_ANSWER.sub(r"**Answer.**\n\1", text).strip()
+            for text in texts if FOLDED_ANSWER.search(text)]
 
 
 def notebooks(minutes: int | None) -> list[Path]:

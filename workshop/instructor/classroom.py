@@ -28,7 +28,7 @@ from backstage.files import StrPath, require_like, write_atomically
 from rankcheck.system.errors import read_regular
 from workshop.diff import documents
 from workshop.diff.diff import Diff
-from workshop.diff.page import PAGE, quote
+from workshop.diff.page import PAGE_FOLDER, quote
 from workshop.html import BLUE, ORANGE, may_replace
 from workshop.stages import LESSONS, STAGES, batch_files
 
@@ -43,17 +43,17 @@ found = os.fstat(file)
 if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
     os.write(file, sys.argv[2].encode() + b"\\n")
 """
-LARGEST = 1_000_000  # bytes of a file: anybody may write there
+LARGEST_FILE = 1_000_000  # bytes of a file: anybody may write there
 LONG = 300  # seconds without a further change: somebody may need help
-EVERY = 5  # seconds from one page to the next
+REFRESH = 5  # seconds from one page to the next
 
-MARK = "made by python -m workshop class, which replaces it"
+CLASS_MARK = "made by python -m workshop class, which replaces it"
 
 
 # ---------------------------------------------------------------- attendees
 
 
-def note(stage: str, **what: Any) -> None:
+def note_progress(stage: str, **what: Any) -> None:
     """Add a line to this attendee's file in the class folder, if any."""
     folder = os.environ.get("WORKSHOP_CLASS")
     if not folder:
@@ -68,7 +68,7 @@ def note(stage: str, **what: Any) -> None:
 
 
 def note_diff(diff: Diff) -> None:
-    note(diff.stage, left=[item.number for item in diff.remaining])
+    note_progress(diff.stage, left=[item.number for item in diff.remaining])
 
 
 def my_name() -> str:
@@ -90,20 +90,20 @@ class Person:
     mistake: str  # the question that it was about
 
 
-def read(folder: StrPath) -> list[Person]:
+def read_people(folder: StrPath) -> list[Person]:
     """A `Person` for each file that has a line which can be read."""
     people = []
     for file in sorted(Path(folder).glob("*.jsonl")):
         with suppress(OSError):
-            data = read_regular(file, LARGEST + 1, os.O_NOFOLLOW)
+            data = read_regular(file, LARGEST_FILE + 1, os.O_NOFOLLOW)
             lines = [*read_lines(data.decode("utf-8", "replace"))]
-            if lines and len(data) <= LARGEST:
+            if lines and len(data) <= LARGEST_FILE:
                 people.append(summarise(lines))
     return people
 
 
 def read_lines(text: str) -> Iterator[dict[str, Any]]:
-    """The lines that are whole, and as `note` writes them."""
+    """The lines that are whole, and as `note_progress` writes them."""
     for line in text.splitlines():
         with suppress(ValueError, RecursionError, TypeError, UserError):
             event = json.loads(line)
@@ -119,7 +119,7 @@ def summarise(lines: list[dict[str, Any]]) -> Person:
     lines.sort(key=lambda line: line["time"])
     stage = lines[-1]["stage"]
     lines = [line for line in lines if line["stage"] == stage]
-    left = changes = [*range(1, 1 + len(documents.load(stage)))]
+    left = changes = [*range(1, 1 + len(documents.load_changes(stage)))]
     since, right, mistake = lines[0]["time"], None, ""
     for line in lines:
         if "right" in line:
@@ -131,7 +131,7 @@ def summarise(lines: list[dict[str, Any]]) -> Person:
     return Person(stage, left, since, right, mistake)
 
 
-def draw(people: list[Person], jobs: str, now: float) -> str:
+def draw_page(people: list[Person], jobs: str, now: float) -> str:
     """The page: a row for each person, those with the most changes first; and
     how many people each change is the next one of.
 
@@ -145,18 +145,20 @@ def draw(people: list[Person], jobs: str, now: float) -> str:
         at = Counter(person.left[0] for person in here if person.left)
         if here:
             lessons.append((
-                STAGES[stage].title, documents.load(stage),
+                STAGES[stage].title, documents.load_changes(stage),
                 sorted(here, key=lambda person: len(person.left)),
                 sorted(at.items())))
     mistakes = Counter(person.mistake for person in people if person.mistake)
-    page = Template((PAGE / "class.html").read_text("utf-8"), autoescape=True,
+    page = Template((PAGE_FOLDER / "class.html").read_text("utf-8"),
+                    autoescape=True,
                     trim_blocks=True)
     return page.render(
-        mark=MARK, every=EVERY, blue=BLUE, orange=ORANGE, people=people,
+        mark=CLASS_MARK, every=REFRESH, blue=BLUE, orange=ORANGE,
+        people=people,
         passed=sum(person.right is True for person in people),
         waiting=sum(is_long(person, now) for person in people),
         minutes=LONG // 60, mistakes=mistakes.most_common(1), jobs=jobs,
-        lessons=lessons, quote=quote, describe=describe, now=now,
+        lessons=lessons, quote=quote, describe=describe_person, now=now,
         when=time.strftime("%H:%M:%S", time.localtime(now)))
 
 
@@ -165,7 +167,7 @@ def is_long(person: Person, now: float) -> bool:
     return not person.right and now - person.since > LONG
 
 
-def describe(person: Person, now: float) -> str:
+def describe_person(person: Person, now: float) -> str:
     """Return the text at the end of a row."""
     if person.right:
         return "right"
@@ -182,7 +184,8 @@ def count_jobs() -> str:
         return ""
     try:
         queue = subprocess.run(["squeue", "-h", "-o", "%T %j"], text=True,
-                               capture_output=True, check=True, timeout=EVERY)
+                               capture_output=True, check=True,
+                              timeout=REFRESH)
     except (OSError, subprocess.SubprocessError):
         return ""
     jobs = (line.partition(" ") for line in queue.stdout.splitlines())
@@ -204,11 +207,11 @@ def main(args: argparse.Namespace) -> NoReturn:
     folder, output = args.folder, args.output
     require(Path(folder).is_dir(), f"{folder} is not a folder; fix: make it "
             f"with `mkdir -m 1777 {folder}`, and name it in site.sh")
-    print(f"open {output} in a browser: it is updated every {EVERY} seconds, "
-          "until Ctrl-C", flush=True)
+    print(f"open {output} in a browser: it is updated every {REFRESH} "
+          "seconds, until Ctrl-C", flush=True)
     while True:
-        page = draw(read(folder), count_jobs(), time.time())
-        require(may_replace(output, MARK), f"{output} exists and was not made "
-                "by class; fix: choose another page with -o")
+        page = draw_page(read_people(folder), count_jobs(), time.time())
+        require(may_replace(output, CLASS_MARK), f"{output} exists and was "
+                "not made by class; fix: choose another page with -o")
         write_atomically(output, page.encode(errors="replace"))
-        time.sleep(EVERY)
+        time.sleep(REFRESH)

@@ -12,7 +12,7 @@ MORE = "more"  # the minutes of what follows the course
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """A row of the plan.
 
     minutes: {60: 5, 120: 10}, with {MORE: 25} for what can follow the course.
@@ -24,12 +24,12 @@ class Row:
     minutes: dict[int | str, int]
 
 
-def read_plan() -> dict[str, Row]:
+def read_plan() -> dict[str, PlanRow]:
     """Return the rows of the plan by their names, in its order."""
     text = (ROOT / "docs" / "INSTRUCTOR.md").read_text("utf-8")
     require(HEADING in text, f"docs/INSTRUCTOR.md has no table {HEADING}")
     columns: tuple[int | str, ...] = (*LENGTHS, MORE)
-    rows: dict[str, Row] = {}
+    rows: dict[str, PlanRow] = {}
     name, where = "", ""
     for line in text[text.index(HEADING):].splitlines()[2:]:
         if not line.startswith("|"):
@@ -41,7 +41,7 @@ def read_plan() -> dict[str, Row]:
         link = re.search(r"\[(\w+)\]\(../(.+)\)", place)
         name, where = link.groups() if link else (
             f"{name} end", where if place else "")  # a break is nowhere
-        rows[name] = Row(name, what, where, {
+        rows[name] = PlanRow(name, what, where, {
             length: int(cell) for length, cell in zip(
                 columns, minutes, strict=False) if cell})
     return rows

@@ -25,16 +25,17 @@ if TYPE_CHECKING:  # it imports torch
 
 module: Any = MPI  # in which names are replaced
 # Those of a topology are another class's
-COLLECTIVES = tuple(name for name in calls.COLLECTIVES
-                    if hasattr(MPI.Intracomm, name))
-ALIKE = ("Allreduce", "Bcast", "Reduce")  # as many elements on all ranks
+MPI_COLLECTIVES = tuple(name for name in calls.COLLECTIVES
+                        if hasattr(MPI.Intracomm, name))
+# as many elements on all ranks
+EQUAL_COUNT_CALLS = ("Allreduce", "Bcast", "Reduce")
 BEGUN = (  # they return a request
-    *{f"I{name.lower()}" for name in COLLECTIVES},
+    *{f"I{name.lower()}" for name in MPI_COLLECTIVES},
     "Irecv", "Isend", "Issend", "irecv", "isend", "issend")
-SENT = {"Send": "Issend", "Ssend": "Issend", "send": "issend",
-        "ssend": "issend"}  # by what begins it
+SYNCHRONOUS_SENDS = {"Send": "Issend", "Ssend": "Issend", "send": "issend",
+                     "ssend": "issend"}  # by what begins it
 RECEIVED = ("Recv", "recv")
-LONGEST = 0.02  # seconds between two looks
+LONGEST_SLEEP = 0.02  # seconds between two looks
 
 
 def install(nodes: int, log: Log) -> None:
@@ -116,14 +117,14 @@ def sleep_until(done: Callable[[], object]) -> None:
     pause = 2e-5
     while not done():
         time.sleep(pause)
-        pause = min(LONGEST, 1.5 * pause)
+        pause = min(LONGEST_SLEEP, 1.5 * pause)
 
 
-def count(args: Sequence[Any]) -> int:
+def count_elements(args: Sequence[Any]) -> int:
     """How many elements the first buffer or object among `args` has."""
     for arg in args:
         if isinstance(arg, (list, tuple)) and arg:
-            return count(arg)
+            return count_elements(arg)
         if hasattr(arg, "numel"):
             return arg.numel()
         if isinstance(getattr(arg, "size", None), int):
@@ -138,19 +139,20 @@ def count(args: Sequence[Any]) -> int:
 
 def add(name: str) -> None:
     """Give `SleepingComm` a method, which stack traces call by that name."""
-    plain = getattr(MPI.Intracomm, SENT.get(name, name))
+    plain = getattr(MPI.Intracomm, SYNCHRONOUS_SENDS.get(name, name))
 
     def method(self: SleepingComm, *args: Any, **kwargs: Any) -> Any:
-        elements = count([*args, *kwargs.values()])
+        elements = count_elements([*args, *kwargs.values()])
         self.log.tell("call", name.lower(), elements)
-        if name in COLLECTIVES:  # until all ranks have come to this one
-            mine = f"{name} {elements * (name in ALIKE)}".encode().ljust(40)
+        if name in MPI_COLLECTIVES:  # until all ranks have come to this one
+            compared = elements if name in EQUAL_COUNT_CALLS else 0
+            mine = f"{name} {compared}".encode().ljust(40)
             theirs = bytearray(40 * self.size)
             sleep_until(self.apart.Iallgather(mine, theirs).Test)
             sleep_until(lambda: theirs == mine * self.size)
             return plain(self, *args, **kwargs)
         request = plain(self, *args, **kwargs)
-        if name in SENT:
+        if name in SYNCHRONOUS_SENDS:
             sleep_until(request.Test)
             return None
         return SleepingRequest(request)
@@ -158,7 +160,7 @@ def add(name: str) -> None:
     def receive(
             self: SleepingComm, buf: Any = None, source: int = MPI.ANY_SOURCE,
             tag: int = MPI.ANY_TAG, status: Any = None) -> Any:
-        self.log.tell("call", name.lower(), count([buf]))
+        self.log.tell("call", name.lower(), count_elements([buf]))
         sleep_until(lambda: self.Iprobe(source, tag))
         return plain(self, buf, source, tag, status)
 
@@ -169,5 +171,5 @@ def add(name: str) -> None:
     setattr(SleepingComm, name, method)
 
 
-for one in (*COLLECTIVES, *BEGUN, *SENT, *RECEIVED):
+for one in (*MPI_COLLECTIVES, *BEGUN, *SYNCHRONOUS_SENDS, *RECEIVED):
     add(one)

@@ -25,12 +25,12 @@ from backstage.process import count_cores
 from rankcheck.system import errors
 from workshop.as_torchrun import join_world
 from workshop.jobs import git
-from workshop.jobs.interpreter import PACKAGES, last_line
+from workshop.jobs.interpreter import COURSE_PACKAGES, last_line
 from workshop.jobs.originals import require_originals
 from workshop.jobs.requirements import find_unmet
 from workshop.stages import require_writable
 
-ROOM = 4.5  # GB: three times 124M parameters with AdamW's moments, in fp32
+DISK_GB = 4.5  # GB: three times 124M parameters with AdamW's moments, in fp32
 ACTIVATE = ("fix: run `source activate.sh` (which needs a network the first "
             "time)")
 
@@ -81,7 +81,7 @@ def ask_course() -> str:
 def name_commit() -> str:
     """The commit of this clone; "-dirty" if files were changed since."""
     try:
-        return git.run("describe", "--always", "--dirty", "--exclude=*")
+        return git.run_git("describe", "--always", "--dirty", "--exclude=*")
     except UserError:
         return "unknown (not a git clone that you may read)"
 
@@ -107,10 +107,10 @@ def ask_environment() -> str:
 
 
 def ask_packages() -> str:
-    missing = [name for name in PACKAGES
+    missing = [name for name in COURSE_PACKAGES
                if importlib.util.find_spec(name) is None]
     require(not missing, f"{', '.join(missing)} missing; {ACTIVATE}")
-    answer = ", ".join(PACKAGES)
+    answer = ", ".join(COURSE_PACKAGES)
     tests = ROOT / "tests" / "requirements.txt"
     if tests.is_file() and find_unmet("tests"):
         answer += "; for pytest: source activate.sh tests"
@@ -260,9 +260,9 @@ def ask_write_access() -> str:
             folder = folder.parent
         require_writable(folder)
     free = shutil.disk_usage(ROOT).free / 1e9
-    require(free > ROOM, f"{ROOT}: only {free:.1f} GB are free on this disk, "
-            f"but a run of preset gpt2 needs {ROOM} GB for two checkpoints "
-            "and part of a third; fix: free some space")
+    require(free > DISK_GB, f"{ROOT}: only {free:.1f} GB are free on this "
+            f"disk, but a run of preset gpt2 needs {DISK_GB} GB for two "
+            "checkpoints and part of a third; fix: free some space")
     return f"{ROOT}, {free:,.0f} GB free on this disk"
 
 

@@ -25,9 +25,9 @@ from backstage.errors import warn
 from backstage.files import write_atomically
 from backstage.world import keep_group, on_every_rank
 from rankcheck.engine import scratch
-from workshop.why import NETWORK
+from workshop.why import NETWORK_FILE
 
-STEPS = 10  # of training
+DDP_STEPS = 10  # of training
 INSIDE, BETWEEN = "in the nodes", "between nodes"
 
 
@@ -51,23 +51,24 @@ def ask_ranks() -> int:
     host = socket.gethostname()
     for rank, (its_host, its_local, its_device) in enumerate(on_every_rank(
             (host, local_rank, device_name(device)))):
-        say(f"rank {rank}: local rank {its_local} on {its_host}, {its_device}")
-    right = train(device)
+        print_result(f"rank {rank}: local rank {its_local} on {its_host}, "
+                     f"{its_device}")
+    right = train_with_ddp(device)
     right &= time_all_reduces(device, on_every_rank(host))
     for line in sorted(set(on_every_rank(
             f"{host} communicates over {name_network(log)}"))):
-        say(line)
+        print_result(line)
     if log:
         scratch.remove(log.parent)
     return int(not right)
 
 
-def say(answer: str, right: bool = True) -> None:
+def print_result(answer: str, right: bool = True) -> None:
     if dist.get_rank() == 0:
         print(f"{'ok' if right else 'FAIL':5}  {answer}", flush=True)
 
 
-def train(device: torch.device) -> bool:
+def train_with_ddp(device: torch.device) -> bool:
     """Train a tiny model with DDP; whether all ranks have the same weights.
 
     Every rank has its own samples of one rule, so the loss falls. All ranks.
@@ -79,7 +80,7 @@ def train(device: torch.device) -> bool:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x = torch.randn(256, 64, device=device)
     losses = []
-    for _ in range(STEPS):
+    for _ in range(DDP_STEPS):
         loss = torch.nn.functional.mse_loss(model(x), x.sum(1, True) / 8)
         loss.backward()
         optimizer.step()
@@ -90,10 +91,10 @@ def train(device: torch.device) -> bool:
         sum(weight.double().sum().item() for weight in model.parameters()))
     same = len(set(weights)) == 1
     right = same and losses[-1] < losses[0]
-    say(f"training: {STEPS} steps of a tiny model, loss {losses[0]:.3f} -> "
-        f"{losses[-1]:.3f}, "
-        f"{'the same' if same else 'different'} weights on all ranks",
-        right)
+    print_result(f"training: {DDP_STEPS} steps of a tiny model, loss "
+                 f"{losses[0]:.3f} -> {losses[-1]:.3f}, "
+                 f"{'the same' if same else 'different'} weights on all ranks",
+                 right)
     return right
 
 
@@ -115,8 +116,8 @@ def time_all_reduces(device: torch.device, hosts: list[str]) -> bool:
             right &= same
     if dist.get_rank() == 0:
         try:
-            NETWORK.parent.mkdir(exist_ok=True)
-            write_atomically(NETWORK, json.dumps(speeds).encode())
+            NETWORK_FILE.parent.mkdir(exist_ok=True)
+            write_atomically(NETWORK_FILE, json.dumps(speeds).encode())
         except OSError as error:
             warn(f"these speeds are not recorded for `why`: {error}")
     return right
@@ -153,9 +154,10 @@ def time_all_reduce(device: torch.device, groups: list[list[int]],
     size = max(len(group) for group in groups)
     # the least that each rank has to send (and receive)
     speed = 2 * (size - 1) / size * megabytes / 1e3 / slowest
-    say(f"{name}: {size} ranks over {dist.get_backend()}, {megabytes:,.0f} MB "
-        f"in {1e3 * slowest:.1f} ms: {speed:.2f} GB/s per rank"
-        + ("" if right else ", but the sum is wrong"), right)
+    print_result(f"{name}: {size} ranks over {dist.get_backend()}, "
+                 f"{megabytes:,.0f} MB in {1e3 * slowest:.1f} ms: "
+                 f"{speed:.2f} GB/s per rank"
+                 + ("" if right else ", but the sum is wrong"), right)
     return right, speed
 
 
@@ -170,7 +172,7 @@ def name_network(log: Path | None) -> str:
     if log and log.exists():
         return read_nccl_log(log.read_text(errors="replace"))
     names = set(find_interfaces()) or {"no network"}
-    return " and ".join(sorted(describe(name) for name in names))
+    return " and ".join(sorted(describe_interface(name) for name in names))
 
 
 def read_nccl_log(text: str) -> str:
@@ -192,7 +194,7 @@ def read_nccl_log(text: str) -> str:
     kind, name = used[-1]
     if kind == "IB":
         return f"{name}, InfiniBand or RoCE, by NCCL between the nodes"
-    return f"{describe(name)}, by NCCL between the nodes"
+    return f"{describe_interface(name)}, by NCCL between the nodes"
 
 
 def find_interfaces() -> Iterator[str]:
@@ -210,7 +212,8 @@ def find_interfaces() -> Iterator[str]:
             yield "lo" if loopback else names.get(here, here)
 
 
-def describe(interface: str, sys_folder: Path = Path("/sys/class")) -> str:
+def describe_interface(interface: str,
+                       sys_folder: Path = Path("/sys/class")) -> str:
     if interface == "lo":
         return "lo, inside the node"
     try:

@@ -11,22 +11,25 @@ from backstage.files import StrPath
 
 # Variables of how git reaches a server, whose settings it reads, who commits;
 # all others, which may name another repository, are taken out.
-KEPT = ("GIT_ASKPASS", "GIT_AUTHOR_", "GIT_COMMITTER_", "GIT_CONFIG_GLOBAL",
-        "GIT_CONFIG_NOSYSTEM", "GIT_CONFIG_SYSTEM", "GIT_EXEC_PATH",
-        "GIT_PROXY_", "GIT_SSH", "GIT_SSL_", "GIT_TRACE")
-OURS = {"GIT_CEILING_DIRECTORIES": str(ROOT.parent),  # no repository around it
-        "GIT_WORK_TREE": str(ROOT), "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C",
-        "GIT_HTTP_LOW_SPEED_LIMIT": "1", "GIT_HTTP_LOW_SPEED_TIME": "30",
-        # no hooks: one that fails, of all of somebody's clones, would end it
-        "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "core.hooksPath",
-        "GIT_CONFIG_VALUE_0": os.devnull}
+KEPT_PREFIXES = (
+    "GIT_ASKPASS", "GIT_AUTHOR_", "GIT_COMMITTER_", "GIT_CONFIG_GLOBAL",
+    "GIT_CONFIG_NOSYSTEM", "GIT_CONFIG_SYSTEM", "GIT_EXEC_PATH", "GIT_PROXY_",
+    "GIT_SSH", "GIT_SSL_", "GIT_TRACE")
+GIT_VARIABLES = {
+    "GIT_CEILING_DIRECTORIES": str(ROOT.parent),  # no repository around it
+    "GIT_WORK_TREE": str(ROOT), "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C",
+    "GIT_HTTP_LOW_SPEED_LIMIT": "1", "GIT_HTTP_LOW_SPEED_TIME": "30",
+    # no hooks: one that fails, of all of somebody's clones, would end it
+    "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "core.hooksPath",
+    "GIT_CONFIG_VALUE_0": os.devnull}
 
 
-def run(*arguments: StrPath,
-        fix: str = "solve this, then try again; nothing is lost") -> str:
+def run_git(*arguments: StrPath,
+            fix: str = "solve this, then try again; nothing is lost") -> str:
     """What git prints; raises a `UserError` with its reason if it fails."""
     env = {name: value for name, value in os.environ.items()
-           if not name.startswith("GIT_") or name.startswith(KEPT)} | OURS
+           if not name.startswith("GIT_")
+           or name.startswith(KEPT_PREFIXES)} | GIT_VARIABLES
     try:
         git = subprocess.run(["git", *arguments], cwd=ROOT, env=env,
                              stdin=subprocess.DEVNULL, capture_output=True)
@@ -39,6 +42,6 @@ def run(*arguments: StrPath,
     return os.fsdecode(git.stdout).strip("\n")
 
 
-def names(*arguments: StrPath) -> set[str]:
+def list_names(*arguments: StrPath) -> set[str]:
     """The set of file names that git prints, whatever their characters."""
-    return {*run(*arguments).split("\0")} - {""}
+    return {*run_git(*arguments).split("\0")} - {""}

@@ -16,7 +16,7 @@ from rankcheck.engine.exits import SAID
 from rankcheck.system.errors import KILLED
 from workshop import SOURCES
 
-PACKAGES = ("torch", "numpy", "tiktoken", "tyro", "matplotlib")
+COURSE_PACKAGES = ("torch", "numpy", "tiktoken", "tyro", "matplotlib")
 
 
 def archive() -> str:
@@ -66,14 +66,15 @@ def sbatch_variables() -> dict[str, str]:
             if name.startswith("SBATCH_")} | {"WORKSHOP": str(ROOT)}
 
 
-def run(*arguments: object, on_line: Callable[[str], object]) -> int:
+def run_python(*arguments: object, on_line: Callable[[str], object]) -> int:
     """Run `python arguments...`; returns its exit status.
 
     on_line: a function that gets each line that it prints, as it comes.
     """
-    with start(*arguments, stdin=subprocess.DEVNULL, alone=False) as process:
+    with start_python(*arguments, stdin=subprocess.DEVNULL,
+                      alone=False) as process:
         printed = process.stdout
-        assert printed is not None  # `start` makes a pipe
+        assert printed is not None  # `start_python` makes a pipe
         try:
             for line in printed:
                 on_line(line)
@@ -87,8 +88,8 @@ def run(*arguments: object, on_line: Callable[[str], object]) -> int:
     return process.returncode
 
 
-def start(*arguments: object, stdin: int = subprocess.PIPE,
-          alone: bool = True) -> subprocess.Popen[str]:
+def start_python(*arguments: object, stdin: int = subprocess.PIPE,
+                 alone: bool = True) -> subprocess.Popen[str]:
     """Start `python arguments...`: a process with pipes, for a dialogue.
 
     alone: in a session of its own, Ctrl-C, or a kernel's stop button, does not

@@ -27,11 +27,11 @@ from rankcheck.why.start import begin_start, switch_on
 from workshop.command_line import Parser
 from workshop.diff import working_copy
 from workshop.jobs import interpreter
-from workshop.stages import STAGES, find
+from workshop.stages import STAGES, find_stage
 
 # Of a job's variables srun may see these. The others are options of whatever
 # this shell was started with, such as a portal's JupyterLab.
-KEPT = ("SLURM_JOB_", "SLURM_CONF", "SLURM_MPI_TYPE")
+KEPT_VARIABLES = ("SLURM_JOB_", "SLURM_CONF", "SLURM_MPI_TYPE")
 # Of those others, what changes the printed command if somebody types it.
 OPTIONS = re.compile(
     r"SLURM_(CPUS_PER_GPU|CPU_BIND|DISTRIBUTION|EXACT|EXCLUSIVE|EXPORT_ENV|"
@@ -39,7 +39,7 @@ OPTIONS = re.compile(
     r"MEM_PER_NODE|STEP_GRES|THREADS_PER_CORE|TRES_PER_TASK)")
 # Open MPI gives the processes on other nodes only the variables that it is
 # told to.
-SENT = re.compile(
+SENT_VARIABLES = re.compile(
     r"(PATH|PYTHONPATH|LD_LIBRARY_PATH|TIKTOKEN_CACHE_DIR|ZE_FLAT_.*|"
     r"(FI|GLOO|MASTER|MPI4PY|NCCL|OMP|TORCH|UCX|WORKSHOP)_.*)")
 
@@ -61,8 +61,8 @@ class Allocation:
                 f"{self.per_host} processes, on {' '.join(self.hosts)}")
 
 
-def find_place(env: Mapping[str, str],
-               count_devices: Callable[[], int]) -> Allocation:
+def find_job_place(env: Mapping[str, str],
+                   count_devices: Callable[[], int]) -> Allocation:
     """Return where we run. count_devices: counts this machine's devices.
 
     Raises a `UserError` if the job does not say how many processes it wants.
@@ -70,12 +70,12 @@ def find_place(env: Mapping[str, str],
     require("RANK" not in env, "this process is a rank already (RANK is set); "
             "fix: call this once, in the job's shell, or unset RANK")
     if "SLURM_JOB_ID" in env and "SLURM_JOB_NODELIST" in env:
-        hosts = ask("scontrol", "show", "hostnames",
-                    env["SLURM_JOB_NODELIST"]).split()
+        hosts = ask_program("scontrol", "show", "hostnames",
+                            env["SLURM_JOB_NODELIST"]).split()
         require(hosts, "scontrol lists no node of this job")
-        gpus = (sum(numbers(env, "SLURM_GPUS_ON_NODE"))  # 0: it has none
-                or sum(numbers(env, "SLURM_GPUS_PER_NODE")))
-        tasks = {*(numbers(env, "SLURM_TASKS_PER_NODE") or [1])}
+        gpus = (sum(read_numbers(env, "SLURM_GPUS_ON_NODE"))  # 0: it has none
+                or sum(read_numbers(env, "SLURM_GPUS_PER_NODE")))
+        tasks = {*(read_numbers(env, "SLURM_TASKS_PER_NODE") or [1])}
         require(gpus or len(tasks) == 1, "the job has "
                 f"{env.get('SLURM_TASKS_PER_NODE')} tasks on its nodes; fix: "
                 "request equally many on each, with --ntasks-per-node")
@@ -92,7 +92,7 @@ def find_place(env: Mapping[str, str],
     return Allocation("", ["this machine"], count_devices() or 2)
 
 
-def numbers(env: Mapping[str, str], name: str) -> list[int]:
+def read_numbers(env: Mapping[str, str], name: str) -> list[int]:
     """Those in a variable of SLURM's, such as 2, 4(x2),1 or a100:4.
 
     Raises a `UserError` if it holds something else.
@@ -152,8 +152,9 @@ def on_each_host(place: Allocation, processes: int,
     """What starts a program so many times on each of the job's nodes."""
     total = len(place.hosts) * processes
     if place.scheduler == "SLURM":
-        counts = (numbers(env, "SLURM_CPUS_ON_NODE")  # salloc has the other
-                  or numbers(env, "SLURM_JOB_CPUS_PER_NODE") or [1])
+        # salloc has the other
+        counts = (read_numbers(env, "SLURM_CPUS_ON_NODE")
+                  or read_numbers(env, "SLURM_JOB_CPUS_PER_NODE") or [1])
         cores = max(1, min(counts) // processes)
         return [*unset(env, OPTIONS), "srun", f"--nodes={len(place.hosts)}",
                 f"--ntasks={total}", f"--ntasks-per-node={processes}",
@@ -161,14 +162,14 @@ def on_each_host(place: Allocation, processes: int,
                 "--kill-on-bad-exit=1"]
     per_host = ["--ppn"]  # PALS, MPICH and Intel MPI
     if is_open_mpi("mpiexec"):
-        per_host = [word for name in env if SENT.fullmatch(name)
+        per_host = [word for name in env if SENT_VARIABLES.fullmatch(name)
                     for word in ("-x", name)] + ["--bind-to", "none", "-N"]
     return ["mpiexec", "-n", str(total), *per_host, str(processes)]
 
 
 def is_open_mpi(program: str) -> bool:
     """Whether it is Open MPI's, which binds a process to a core or two."""
-    return "Open" in ask(program, "--version")
+    return "Open" in ask_program(program, "--version")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -186,13 +187,13 @@ def main(args: argparse.Namespace) -> None:
     """Print the command, and become it unless dry."""
     stage, flags = args.stage, args.flags
     env = switch_on(os.environ)
-    place = find_place(env, count_devices)
+    place = find_job_place(env, count_devices)
     if stage == "doctor":
         launcher, why = "mpirun", "program   the doctor"
         program = ["-m", "workshop", "doctor", "--ranks", *flags]
     else:
-        launcher = find(stage).launcher
-        script, why = working_copy.choose(stage)
+        launcher = find_stage(stage).launcher
+        script, why = working_copy.choose_script(stage)
         program = [str(script), *flags]
     command = make_command(place, launcher, program, env)
     archive = interpreter.archive()
@@ -211,7 +212,8 @@ def main(args: argparse.Namespace) -> None:
     env = begin_start(command, env)
     if place.scheduler == "SLURM" and starts_on_nodes:
         env = {name: value for name, value in env.items()
-               if name.startswith(KEPT) or not name.startswith("SLURM_")}
+               if name.startswith(KEPT_VARIABLES)
+               or not name.startswith("SLURM_")}
     if first:
         done = subprocess.run(first, env=env, stdout=subprocess.DEVNULL)
         require(done.returncode == 0, f"not every node could unpack {archive};"
@@ -222,7 +224,7 @@ def main(args: argparse.Namespace) -> None:
         raise UserError(f"{command[0]} {NOT_HERE}") from error
 
 
-def ask(*command: str) -> str:
+def ask_program(*command: str) -> str:
     """Return a program's output; raise a `UserError` if it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True,

@@ -44,10 +44,10 @@ def clean(data: bytes) -> bytes:
 
 def remove_outputs(book: dict[str, Any]) -> None:
     """Remove from a notebook, in place, what running it leaves."""
-    remove(book["metadata"], OF_THE_NOTEBOOK)
-    remove(book["metadata"].get("language_info", {}), OF_THE_KERNEL)
+    remove_filter(book["metadata"], OF_THE_NOTEBOOK)
+    remove_filter(book["metadata"].get("language_info", {}), OF_THE_KERNEL)
     for cell in book["cells"]:
-        remove(cell["metadata"], OF_A_CELL)
+        remove_filter(cell["metadata"], OF_A_CELL)
         if "outputs" in cell:
             cell["outputs"] = []
         if "execution_count" in cell:
@@ -58,7 +58,7 @@ def remove_outputs(book: dict[str, Any]) -> None:
         cell["source"] = source.splitlines(keepends=True)
 
 
-def remove(entries: dict[str, Any], names: tuple[str, ...]) -> None:
+def remove_filter(entries: dict[str, Any], names: tuple[str, ...]) -> None:
     for name in names:
         entries.pop(name, None)
 

@@ -17,7 +17,8 @@ from workshop.jobs import git
 from workshop.stages import STAGES, WORKING_COPY
 
 FOLDERS = "solutions", "workshop/lessons"
-RECORD = WORKING_COPY.with_name(".originals.json")  # where there is no git
+# where there is no git
+ORIGINALS_FILE = WORKING_COPY.with_name(".originals.json")
 
 
 def require_originals() -> None:
@@ -27,13 +28,13 @@ def require_originals() -> None:
     files are compared with those of the first time that this was asked.
     """
     try:
-        edited = git.names("diff", "--name-only", "--no-renames", "-z", "--",
-                           *FOLDERS)
+        edited = git.list_names("diff", "--name-only", "--no-renames", "-z",
+                                "--", *FOLDERS)
         fix = "`git restore {0}`, or `git add {0}` if you mean it"
     except UserError:  # no git here, or no clone
         edited = changed_since_recorded()
         fix = ("copy {0} from the course again; if this is a newer copy of "
-               f"it, delete {show_path(RECORD)}")
+               f"it, delete {show_path(ORIGINALS_FILE)}")
     if edited:
         name = min(edited)
         raise UserError(f"{name} was edited, and is what your script is "
@@ -53,10 +54,11 @@ def changed_since_recorded() -> set[str]:
                 now[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     recorded = None
     with suppress(OSError, ValueError):
-        recorded = json.loads(RECORD.read_text("utf-8"))
+        recorded = json.loads(ORIGINALS_FILE.read_text("utf-8"))
     if not isinstance(recorded, dict):
         with suppress(OSError, UserError):
-            write_atomically(RECORD, json.dumps(now, indent=1).encode())
+            write_atomically(ORIGINALS_FILE,
+                             json.dumps(now, indent=1).encode())
         return set()
     return {name for name, digest in recorded.items()
             if now.get(name) != digest}

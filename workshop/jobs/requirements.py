@@ -79,7 +79,7 @@ def read_part(part: str, clone: Path = CLONE) -> list[str]:
     return [str(line) for line in optional[part]]
 
 
-def parse(line: str) -> Requirement:
+def parse_requirement(line: str) -> Requirement:
     """Parse a requirement, also where only pip is installed."""
     try:
         from packaging.requirements import Requirement
@@ -97,7 +97,7 @@ def find_unmet(part: str, clone: Path = CLONE) -> list[Unmet]:
     """
     unmet = []
     for line in read_part(part, clone):
-        requirement = parse(line)
+        requirement = parse_requirement(line)
         if requirement.marker and not requirement.marker.evaluate():
             continue
         wanted = f"{requirement.name}{requirement.specifier}"

@@ -50,14 +50,14 @@ from workshop.notebook.planted_fault import plant, unplant, why  # noqa: F401
 from workshop.results import arithmetic
 from workshop.results import runs as results
 from workshop.results.limit import scaling_limits
-from workshop.stages import LESSONS, WORKING_COPY, find
+from workshop.stages import LESSONS, WORKING_COPY, find_stage
 from workshop.why import measured_speeds
 
 # ------------------------------------------------------------ every lesson
 
 
 @functools.lru_cache(1)  # a site.sh may load modules, which takes seconds
-def site_variables():
+def exported_variables():
     """What site.sh exports; the class's folder then is this process's, too."""
     found = interpreter.site_variables()
     if found.get("WORKSHOP_CLASS"):
@@ -68,7 +68,8 @@ def site_variables():
 @in_one_line
 def compare(first, then):
     """The changes from one stage's solution to another's."""
-    old, new = (find(stage).solution.read_text() for stage in (first, then))
+    old, new = (find_stage(stage).solution.read_text() for stage
+                in (first, then))
     return Shown(*render.between(old, new))
 
 
@@ -80,7 +81,7 @@ def diff(stage, hints=None, all=False):
     all: all of it at once, without the reasons, as git shows it.
     """
     require_originals()
-    site = site_variables()
+    site = exported_variables()
     if hints is None:
         hints = render.wants_hints(site)
 
@@ -108,15 +109,15 @@ def check(stage, change=None):
     change, to try it alone, as it is in your script, with all others made;
     or "next", the first that is left.
     """
-    site_variables()
-    seen, script = following.saved_at(), read_script()
+    exported_variables()
+    seen, script = following.saved_at(), read_working_script()
     board, show = on_board("-m", "workshop", "check", "--events", stage,
                            *([] if change is None else [str(change)]),
                            link=page.link_lines)
 
     def follow():
         for is_new in following.saves(seen):
-            if is_new and read_script() != script:
+            if is_new and read_working_script() != script:
                 board.is_old = True
                 return show(now=True)
 
@@ -137,7 +138,7 @@ def on_board(*arguments, link=str, follows_script=True):
         html = link(board.to_html(pictures.draw_check(board)))
         if board.right is not None and not board.is_old:
             html += page.KEEP_IN_SIGHT
-        shown = Shown(page.box(html, board.last), board.to_text())
+        shown = Shown(page.styled_box(html, board.last), board.to_text())
         if has_ended and not follows_script:
             return shown
         return following.alive(shown)
@@ -151,7 +152,7 @@ def on_board(*arguments, link=str, follows_script=True):
         show()
 
     try:
-        interpreter.run(*arguments, on_line=on_line)
+        interpreter.run_python(*arguments, on_line=on_line)
     finally:
         board.end()
         has_ended = True
@@ -159,7 +160,7 @@ def on_board(*arguments, link=str, follows_script=True):
     return board, show
 
 
-def read_script():
+def read_working_script():
     try:
         return read_regular(WORKING_COPY)
     except OSError:
@@ -181,14 +182,14 @@ def beside(stage):
             link = lab.write_workspace(stage, root=root).name
             lines.append(f'<a href="{link}">Script and lesson side by side'
                          "</a>: opens both anew (save first)")
-    return Shown(page.box("".join(map(paragraph, lines))),
+    return Shown(page.styled_box("".join(map(paragraph, lines))),
                  f"Your script is {path}")
 
 
 @in_one_line
 def apply(stage, *numbers):
     """Make changes for me, by their numbers, or "all" that are left."""
-    find(stage)
+    find_stage(stage)
     require(numbers, f'no changes are named; fix: apply("{stage}", 3) makes '
             f'change 3, apply("{stage}", "all") all that are left')
     if numbers == ("all",):
@@ -197,7 +198,7 @@ def apply(stage, *numbers):
             'a change is not a number; fix: name changes by their numbers, '
             'or "all"')
     require_originals()
-    return how_to_reload(working_copy.apply, stage, numbers)
+    return how_to_reload(working_copy.apply_changes, stage, numbers)
 
 
 @in_one_line
@@ -208,14 +209,14 @@ def reset(name=""):
     """
     if name:
         require_originals()
-        return how_to_reload(working_copy.reset, name)
+        return how_to_reload(working_copy.reset_to, name)
     return output_of(working_copy.list_all)
 
 
 @in_one_line
 def undo():
     """Go back to the previous version of my script; twice undoes that."""
-    return how_to_reload(working_copy.undo)
+    return how_to_reload(working_copy.restore_previous)
 
 
 def how_to_reload(function, *args):
@@ -228,7 +229,7 @@ def how_to_reload(function, *args):
 def drawing(name):
     """A function for a cell, which shows that drawing."""
     def show():
-        return picture(pictures.read(name))
+        return picture(pictures.read_drawing(name))
 
     show.__name__ = name
     return in_one_line(show)
@@ -256,7 +257,7 @@ def journey():
     links = [f'<a href="diff_{name}.ipynb">{name}</a>' for name in lessons]
     rows = [("lesson", "it makes", "check passed", "runs"),
             *working_copy.lesson_rows()]
-    return Shown(page.box(
+    return Shown(page.styled_box(
         paragraph(f"<strong>{page.quote(line)}</strong> "
                   + ", ".join(links))
         + table(rows, "words")), " ".join([line, *lessons]))
@@ -265,7 +266,7 @@ def journey():
 @in_one_line
 def train(*flags):
     """Run `python code/train_gpt2.py flags...` in the workshop's Python."""
-    backups.read_script(WORKING_COPY)  # a FIFO would be waited for
+    backups.read_script_bytes(WORKING_COPY)  # a FIFO would be waited for
     status = run_and_show(str(WORKING_COPY), *flags)
     require(status == 0, "the training did not come to its end: what it "
             "printed says why")
@@ -284,7 +285,7 @@ def gpus():
                                  text=True, check=False)
             require(run.returncode == 0, (run.stderr or run.stdout).strip())
             rows = [line.split(",") for line in run.stdout.splitlines()]
-            return Shown(page.box(table(rows)), run.stdout)
+            return Shown(page.styled_box(table(rows)), run.stdout)
     return show_text("There is no GPU here (none of nvidia-smi, xpu-smi, "
                      "amd-smi): all lessons also work on the CPU (the one on "
                      "Triton needs Linux), and a batch job "
@@ -341,7 +342,7 @@ def export(run, folder):
 def decisions():
     """When to divide what, with a number in each row."""
     return as_table([("when", "take", "GPT-2 XL on 2 x 4 GPUs of 80 GB"),
-                     *arithmetic.decisions()], "words")
+                     *arithmetic.averaging_rules()], "words")
 
 
 @in_one_line
@@ -371,7 +372,7 @@ def bills(loss):
     require(isinstance(loss, (int, float)) and 0.1 <= loss <= 20,
             "the loss is a number, in nats per token, such as 3.3")
     return as_table([("A100s", "tokens in a minibatch", "steps", "minutes",
-                      "GPU-hours"), *arithmetic.bills(loss)])
+                      "GPU-hours"), *arithmetic.cost_rows(loss)])
 
 
 @in_one_line
@@ -389,7 +390,7 @@ def step(name):
 @in_one_line
 def runs(*folders):
     """A table of the runs in the pictures, and which runs are left out."""
-    found, notes = results.find([*map(str, folders)])
+    found, notes = results.find_runs([*map(str, folders)])
     rows: list[tuple[Any, ...]] = [
         ("run", "stage", "device", "steps", "last loss", "tokens/s",
          "GiB on rank 0", "MB sent a step")]
@@ -401,14 +402,14 @@ def runs(*folders):
     presets = sorted({run.preset for run in found})
     notes = [f"Preset {', '.join(presets)}.", *notes, *(
         f"{show_path(run.folder)}: {text}." for run in found
-        if (text := results.describe(run.folder)))]
+        if (text := results.describe_run_start(run.folder)))]
     return as_table(rows, notes=notes)
 
 
 @in_one_line
 def scaling_limit(*folders):
     """How many devices DDP can keep busy: this run's, and two GPUs'."""
-    found, _ = results.find([*map(str, folders)])
+    found, _ = results.find_runs([*map(str, folders)])
     run = min(found, key=lambda run: run.world_size)  # it waits least
     rows = [("device", "TFLOP/s", "GB/s", "tokens, at least",
              "tokens in a step", "devices")]
@@ -428,7 +429,7 @@ def scaling_limit(*folders):
 def plot(panel, *folders):
     """One panel of the picture that `python -m workshop plot` makes."""
     # finds errors without starting a process
-    results.find([*map(str, folders)])
+    results.find_runs([*map(str, folders)])
     drawn = drawn_by("workshop.results.plot", panel, *(
         str(Path(str(name)).resolve()) for name in folders))
     require(drawn, "there is no picture: what is printed says why")

@@ -13,7 +13,7 @@ from backstage.errors import UserError, require
 from backstage.files import show_path
 from workshop.cluster.command import NAME
 from workshop.cluster.control import Cluster
-from workshop.cluster.settings import find_place
+from workshop.cluster.settings import find_cluster_folder
 from workshop.diff import page
 from workshop.html import paragraph
 from workshop.notebook import output, planted_fault
@@ -22,10 +22,10 @@ from workshop.results import runs as results
 # A variable: the configuration of the site's SLURM, while the cluster is used
 SITE_CONF = "WORKSHOP_SITE_SLURM_CONF"
 TAIL = 14  # lines of a log
-PATIENCE = 60  # seconds in which cancelled jobs end
+CANCEL_SECONDS = 60  # seconds in which cancelled jobs end
 STANDS_STILL = 15  # seconds without a new line
-ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED",
-         "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+ENDED_STATES = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED",
+                "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SlurmJob:
 
     @property
     def has_ended(self) -> bool:
-        return self.state in ENDED
+        return self.state in ENDED_STATES
 
     def read_log(self) -> str:
         """Return the text of its log; "" if there is none yet."""
@@ -61,7 +61,7 @@ class SlurmJob:
 
 def own_cluster() -> Cluster:
     """Return the cluster of this machine, which may not be up."""
-    return Cluster(find_place(NAME))
+    return Cluster(find_cluster_folder(NAME))
 
 
 def use_cluster() -> bool:
@@ -125,7 +125,7 @@ def cluster(action="status", node=""):
     return output.as_table(rows, "words")
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+def run_slurm(*command: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a program of SLURM's.
 
     Raises:
@@ -136,15 +136,15 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
     return end
 
 
-def ask(*command: str) -> str:
-    """Return what a program of SLURM's answers; raises as `run` does."""
-    return run(*command).stdout
+def query_slurm(*command: str) -> str:
+    """Return what a program of SLURM's answers; raises as `run_slurm` does."""
+    return run_slurm(*command).stdout
 
 
 def find_jobs() -> list[SlurmJob]:
     """Return this user's jobs of the last hour, the newest first."""
     found = []
-    for line in ask("scontrol", "-o", "show", "job").splitlines():
+    for line in query_slurm("scontrol", "-o", "show", "job").splitlines():
         fields = dict(re.findall(r"(\w+)=(.*?)(?= \w+[:/\w]*=|$)", line))
         if fields.get("JobId"):
             nodes = fields.get("NodeList", "")
@@ -198,10 +198,12 @@ def freeze():
     job = newest_job()
     require(job.state == "RUNNING", f"{job.describe()}: only a running job "
             "can hang")
-    last = ask("scontrol", "show", "hostnames", job.nodes).split()[-1]
+    last = query_slurm("scontrol", "show", "hostnames", job.nodes).split()[-1]
     pattern = rf"train_gpt2.*-{job.number}( |$)"
-    ask("srun", f"--jobid={job.number}", "--overlap", f"--nodelist={last}",
-        "--nodes=1", "--ntasks=1", "pkill", "-STOP", "--newest", "-f", pattern)
+    query_slurm("srun", f"--jobid={job.number}",
+                "--overlap", f"--nodelist={last}",
+                "--nodes=1", "--ntasks=1", "pkill", "-STOP", "--newest", "-f",
+                pattern)
     show = output.live(lambda: show_log(job))
     size, since = -1, time.monotonic()
     while time.monotonic() - since < STANDS_STILL:
@@ -217,16 +219,16 @@ def why_job():
     """Ask why my newest job hangs or has ended."""
     require_cluster()
     output.run_and_show("-m", "workshop", "why", newest_job().number,
-                        view=planted_fault.reason)
+                        view=planted_fault.show_reason)
 
 
 @output.in_one_line
 def cancel():
     """End all my jobs on the cluster of this machine, and wait for that."""
     require_cluster()
-    ask("scancel", "--me")
-    end = time.monotonic() + PATIENCE
-    while ask("squeue", "--me", "-h") and time.monotonic() < end:
+    query_slurm("scancel", "--me")
+    end = time.monotonic() + CANCEL_SECONDS
+    while query_slurm("squeue", "--me", "-h") and time.monotonic() < end:
         time.sleep(0.5)
     return output.show_text("All jobs are cancelled.")
 
@@ -262,4 +264,4 @@ def newest_run(name: str) -> results.RecordedRun:
                if re.fullmatch(rf"{re.escape(name)}-\d+", folder.name)]
     if not folders:
         raise UserError(f"no run of {name} is in runs/; fix: submit it first")
-    return results.read(max(folders, key=number))
+    return results.read_run(max(folders, key=number))

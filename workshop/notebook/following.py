@@ -120,7 +120,7 @@ def saves(seen: Saved) -> Iterator[bool]:
 def saved_at() -> Saved:
     """What changes whenever the script is saved, or has passed a check."""
     states = []
-    for path in (WORKING_COPY, passed_checks.RECORD):
+    for path in (WORKING_COPY, passed_checks.PASSED_FILE):
         with contextlib.suppress(OSError):
             it = path.stat()
             states.append((path, it.st_mtime_ns, it.st_size, it.st_ino))

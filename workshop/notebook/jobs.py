@@ -13,7 +13,7 @@ from workshop.cluster.config import SITE
 from workshop.jobs import interpreter
 from workshop.jobs.doctor import ask_slurm
 from workshop.notebook import frontend
-from workshop.notebook.cluster import run, use_cluster
+from workshop.notebook.cluster import run_slurm, use_cluster
 from workshop.notebook.output import (
     in_one_line,
     show_output,
@@ -75,8 +75,8 @@ def submit(name, flags="", options=""):
         return show_text(f"Nothing is submitted: `{command}` needs a y.\nIf "
                          "JupyterLab runs no other cell, press Enter in the "
                          "box above.")
-    return show("sbatch", *options,
-                ROOT / "batchfiles" / f"batch-{name}.sh", *flags)
+    return show_slurm("sbatch", *options,
+                      ROOT / "batchfiles" / f"batch-{name}.sh", *flags)
 
 
 def set_variables(is_own):
@@ -96,12 +96,12 @@ def queue():
     require_slurm("squeue")
     ask_slurm()  # what squeue says of a wrong configuration is long
     # as wide as a lesson beside the script
-    return show("squeue", "--me", "-o", "%.10i %.12j %.2t %.8M %R")
+    return show_slurm("squeue", "--me", "-o", "%.10i %.12j %.2t %.8M %R")
 
 
-def show(*command):
+def show_slurm(*command):
     """What a program of SLURM's says; a `UserError` if it fails."""
-    end = run(*command)
+    end = run_slurm(*command)
     return show_output(end.stdout + end.stderr)
 
 

@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> None:
     with contextlib.suppress(UserError):  # the lesson will tell
         line, lessons = next_lessons()
         print(" ".join([line, *lessons]), flush=True)
-    last = "" if stage else find_last()
+    last = "" if stage else find_last_workspace()
     if last:
         page = f"workspaces/{last}"
     ours = {
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> None:
         *flags])
 
 
-def find_last() -> str:
+def find_last_workspace() -> str:
     """The workspace in which the script was open last, or ""."""
     from jupyterlab.commands import get_workspaces_dir
 

@@ -20,7 +20,7 @@ def ranks(line: str, cell: str) -> None:
 
     SECONDS: how long a collective waits for the others.
     """
-    run("%%ranks", line, cell)
+    run_cell_program("%%ranks", line, cell)
 
 
 def mpi(line: str, cell: str) -> None:
@@ -28,10 +28,10 @@ def mpi(line: str, cell: str) -> None:
 
     SECONDS: after which all are ended, if they wait for one another.
     """
-    run("%%mpi", line, cell)
+    run_cell_program("%%mpi", line, cell)
 
 
-def run(name: str, line: str, cell: str) -> None:
+def run_cell_program(name: str, line: str, cell: str) -> None:
     try:
         found = re.fullmatch("([1-8])?(?: ([1-9][0-9]{0,3}))?",
                              " ".join(line.split()))
@@ -46,12 +46,13 @@ def run(name: str, line: str, cell: str) -> None:
 class Warm:
     """The program that runs this kernel's `%%ranks`, with torch imported."""
 
-    process: Any = None  # of interpreter.start, with its pipes
+    process: Any = None  # of `start_python`, with its pipes
 
     def start(self) -> None:
         """Start it, if it is not there."""
         if self.process is None or self.process.poll() is not None:
-            self.process = interpreter.start("-m", "workshop.notebook.ranks")
+            self.process = interpreter.start_python("-m",
+                                                    "workshop.notebook.ranks")
 
     def ask(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Its answers to a request, as they come."""

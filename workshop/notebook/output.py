@@ -46,13 +46,13 @@ def complaint(error: object) -> Shown:
     """Show an error in one line."""
     line = paragraph(page.quote(str(error)), "bad")
     text = page.as_calls(str(error))
-    return Shown(page.box(line, str(error)), text, **{COMPLAINT: text})
+    return Shown(page.styled_box(line, str(error)), text, **{COMPLAINT: text})
 
 
 def show_text(text: str) -> Shown:
     """Sentences of ours, a paragraph for each line."""
     lines = map(page.quote, text.splitlines())
-    return Shown(page.box("".join(map(paragraph, lines))),
+    return Shown(page.styled_box("".join(map(paragraph, lines))),
                  page.as_calls(text))
 
 
@@ -67,7 +67,7 @@ def show_output(text: str, status: str = "", above: str = "",
     lines = text.split("\n")
     if len(lines) > 2 * most:
         lines[most:-most] = ["..."]
-    return Shown(page.box(above + printed("\n".join(lines)), status),
+    return Shown(page.styled_box(above + printed("\n".join(lines)), status),
                  page.as_calls(text))
 
 
@@ -97,7 +97,7 @@ def as_table(rows: Sequence[Sequence[object]], kind: str = "numbers",
     """Rows as a table; notes: lines that stand below it."""
     lines = [paragraph(page.quote(note)) for note in notes]
     return Shown(
-        page.box(table(rows, kind) + "".join(lines)),
+        page.styled_box(table(rows, kind) + "".join(lines)),
         "\n".join([*notes, *("  ".join(map(str, row)) for row in rows)]))
 
 
@@ -121,13 +121,14 @@ def run_and_show(*arguments: object,
         lines.append(line)
         show()
 
-    status = interpreter.run(*arguments, on_line=on_line)
+    status = interpreter.run_python(*arguments, on_line=on_line)
     if lines:
         show(now=True)
     return status
 
 
-KINDS = str, os.PathLike, int, float, type(None)  # of what a cell gives
+# of what a cell gives
+ARGUMENT_TYPES = str, os.PathLike, int, float, type(None)
 
 
 def in_one_line(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,7 +142,7 @@ def in_one_line(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         try:
             for value in (*args, *options.values()):
-                require(isinstance(value, KINDS) and not re.search(
+                require(isinstance(value, ARGUMENT_TYPES) and not re.search(
                     "[\0\ud800-\udfff]", str(value)),
                     f"{function.__name__}() takes texts and numbers")
             try:
@@ -186,4 +187,4 @@ def live(make: Callable[[], Shown]) -> Callable[..., None]:
 
 
 def picture(svg: str) -> Shown:
-    return Shown(page.box(svg + page.KEEP_IN_SIGHT), "(a picture)")
+    return Shown(page.styled_box(svg + page.KEEP_IN_SIGHT), "(a picture)")

@@ -18,16 +18,16 @@ from workshop.notebook.output import table
 
 # one a process; white words can be read on them, they are seen in both themes,
 # and red-green blind people tell them apart
-COLOURS = ("#2166c0", "#a85500", "#198080", "#6c2cfe")
+RANK_COLOURS = ("#2166c0", "#a85500", "#198080", "#6c2cfe")
 GREY = "#808080"
 CELL, LINE = 22, 26  # of a microbatch: its width, and from row to row
 
 # From JSON, so lists: [title, numbers, came, source], see `tensors`
-State = Sequence[Any]
-Event = Sequence[Any]  # [name, number, begin, end], in seconds
+RankState = Sequence[Any]
+PictureEvent = Sequence[Any]  # [name, number, begin, end], in seconds
 
 
-def read(name: str) -> str:
+def read_drawing(name: str) -> str:
     """A drawing of svg/."""
     return Path(__file__).with_name("svg").joinpath(f"{name}.svg").read_text(
         "utf-8")
@@ -42,18 +42,18 @@ def attributes(style: Mapping[str, object]) -> str:
                    for name, value in style.items())
 
 
-def label(x: float, y: float, content: object, **style: object) -> str:
+def draw_label(x: float, y: float, content: object, **style: object) -> str:
     return f'<text x="{x:g}" y="{y:g}"{attributes(style)}>{content}</text>'
 
 
-def text(x: float, y: float, content: str, weight: str = "normal") -> str:
+def draw_text(x: float, y: float, content: str, weight: str = "normal") -> str:
     """Words that begin at x and stand on y."""
-    return label(x, y, content, font_weight=weight)
+    return draw_label(x, y, content, font_weight=weight)
 
 
 def middle(x: float, y: float, content: object, **style: object) -> str:
     """Words around x."""
-    return label(x, y, content, **style, text_anchor="middle")
+    return draw_label(x, y, content, **style, text_anchor="middle")
 
 
 def rect(x: float, y: float, width: float, height: float = 20,
@@ -72,7 +72,7 @@ def stripes(x: float, y: float, width: float, height: float,
 
 def cell(x: float, y: float, number: object, rank: int) -> str:
     """A microbatch in the colour of its process."""
-    return rect(x, y, CELL - 2, rx=3, fill=COLOURS[rank]) + in_cell(
+    return rect(x, y, CELL - 2, rx=3, fill=RANK_COLOURS[rank]) + in_cell(
         x, y, number, fill="#fff")
 
 
@@ -100,8 +100,9 @@ def svg(width: float, height: float, parts: Iterable[str], title: str,
             f'<desc>{html.escape(about)}</desc>{"".join(parts)}</svg>')
 
 
-def box(x: float, y: float, width: float, height: float, colour: str = GREY,
-        content: str = "", opacity: float = 0.25) -> str:
+def draw_box(x: float, y: float, width: float, height: float,
+             colour: str = GREY, content: str = "",
+             opacity: float = 0.25) -> str:
     return rect(x, y, width, height, rx=3, fill=colour, fill_opacity=opacity,
                 stroke=colour) + middle(
                     x + width / 2, y + height / 2 + 4, content)
@@ -116,7 +117,7 @@ def arrow(x: float, y: float, end: float) -> str:
 # ----------------------------------------------------------------- pictures
 
 
-def tensors(shown: Sequence[Sequence[State]], width: float = 560,
+def tensors(shown: Sequence[Sequence[RankState]], width: float = 560,
             least: float = 36) -> str:
     """What each rank showed: a row for each rank, a column each time.
 
@@ -130,7 +131,7 @@ def tensors(shown: Sequence[Sequence[State]], width: float = 560,
     states = [state for rank in shown for state in rank]
     longest = max(len(numbers or ()) for _, numbers, *_ in states)
     wide = max(least, 6 + 9 * max((
-        len(number(value)) for _, numbers, *_ in states
+        len(format_number(value)) for _, numbers, *_ in states
         for value in numbers or ()), default=0))
     titled = max(len(title) for title, *_ in states)
     step = max(wide * max(longest, 1), 6.6 * titled) + 26
@@ -141,21 +142,21 @@ def tensors(shown: Sequence[Sequence[State]], width: float = 560,
         for k in range(begin, min(begin + across, times)):
             x = 54 + (k - begin) * step
             titles = [rank[k][0] for rank in shown if k < len(rank)]
-            out.append(text(x, top + 14, html.escape(titles[0]), "bold"))
+            out.append(draw_text(x, top + 14, html.escape(titles[0]), "bold"))
             sentences.append(f"{titles[0]}:")
             for rank, mine in enumerate(shown):
                 _, numbers, came, source = (
                     mine[k] if k < len(mine) else ("", None, None, None))
                 y = top + 24 + pitch * rank + (pitch - 30)
                 if k == begin:
-                    out.append(text(0, y + 16, f"rank {rank}"))
+                    out.append(draw_text(0, y + 16, f"rank {rank}"))
                 if numbers is None:
-                    out.append(text(x + 4, y + 16, "-"))
+                    out.append(draw_text(x + 4, y + 16, "-"))
                 for i, value in enumerate(numbers or ()):
                     out.append(value_box(x + i * wide, y, wide - 3, value))
                 sentences.append(f"rank {rank} holds "
-                                 + (" ".join(map(number, numbers or ()))
-                                    or "nothing") + ";")
+                            + (" ".join(map(format_number, numbers or ()))
+                               or "nothing") + ";")
                 if came is not None:
                     out += passed(x + came * wide, y, wide - 3, source,
                                   rank - 1 if rank else None, pitch)
@@ -177,10 +178,10 @@ def passed(x: float, y: float, width: float, source: int | None,
     if source == above:
         return [*out, arrow(at, y - pitch + 25, y - 2)]
     return [*out, arrow(at, y - 12, y - 2),
-            label(at + 6, y - 4, f"from {source}", font_size=10)]
+            draw_label(at + 6, y - 4, f"from {source}", font_size=10)]
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Return a number in its shortest form."""
     return f"{value:g}" if value < 10**6 else f"{value:.0e}"
 
@@ -189,9 +190,9 @@ def value_box(x: float, y: float, width: float, value: float) -> str:
     """A number, with a stripe in the colour of each rank that is in it."""
     digits = f"{int(abs(value)):d}"[::-1]
     colours = [colour for colour, digit in zip(
-        COLOURS, digits, strict=False) if digit != "0"]
-    return stripes(x, y, width, 24, colours, fill_opacity=0.45) + box(
-        x, y, width, 24, GREY, number(value), 0)
+        RANK_COLOURS, digits, strict=False) if digit != "0"]
+    return stripes(x, y, width, 24, colours, fill_opacity=0.45) + draw_box(
+        x, y, width, 24, GREY, format_number(value), 0)
 
 
 def sample_box(x: float, y: float, sample: int, owners: Sequence[int],
@@ -200,9 +201,9 @@ def sample_box(x: float, y: float, sample: int, owners: Sequence[int],
 
     It has a frame where that is not one of them, or not the whole of one.
     """
-    colours = [COLOURS[k % len(COLOURS)] for k in owners]
+    colours = [RANK_COLOURS[k % len(RANK_COLOURS)] for k in owners]
     if whole and len(owners) == 1:
-        return cell(x, y, sample, owners[0] % len(COLOURS))
+        return cell(x, y, sample, owners[0] % len(RANK_COLOURS))
     style = {"fill": "#fff"} if colours else {}
     return (stripes(x, y, CELL - 2, 20, colours)
             + rect(x, y, CELL - 2, rx=3, fill="none", stroke="currentColor",
@@ -211,7 +212,7 @@ def sample_box(x: float, y: float, sample: int, owners: Sequence[int],
 
 
 def timeline(
-        ranks: Sequence[Sequence[Event]], width: float = 640,
+        ranks: Sequence[Sequence[PictureEvent]], width: float = 640,
         title: str = "When each process computed what", unit: str = " s",
         pitch: float = 30, heading: str = "") -> str:
     """When each rank computed what; where nothing is drawn it waited.
@@ -228,22 +229,23 @@ def timeline(
     sends = any(name == "A" for events in ranks for name, *_ in events)
     pitch += 24 * sends
     if heading:
-        out.append(text(left, 14, heading, "bold"))
+        out.append(draw_text(left, 14, heading, "bold"))
     for rank, events in enumerate(ranks):
         y, high = top + pitch * rank, pitch - 6
-        out += [text(0, y + high / 2 + 4, f"rank {rank}"),
+        out += [draw_text(0, y + high / 2 + 4, f"rank {rank}"),
                 rect(left, y, width - left, high, fill="currentColor",
                      fill_opacity=0.06)]
         for name, number, begin, end in events:
             wide = (end - begin) * scale
-            out.append(box(
+            out.append(draw_box(
                 left + begin * scale, y + high / 2 * (name == "A"), wide,
-                high / (1 + sends), COLOURS[2 if name == "A" else name == "B"],
+                high / (1 + sends),
+                RANK_COLOURS[2 if name == "A" else name == "B"],
                 f"{name}{number}" * (not sends or wide > 18), 0.35))
     y = top + pitch * len(ranks) + (14 if unit else -6)
     if unit:
-        out += [text(left, y, f"0{unit}"),
-                text(width - 44, y, f"{last:.2f}{unit}")]
+        out += [draw_text(left, y, f"0{unit}"),
+                draw_text(width - 44, y, f"{last:.2f}{unit}")]
     busy = sum(end - begin for events in ranks
                for name, _, begin, end in events if name != "A")
     sentences = [
@@ -291,15 +293,15 @@ def reads(
     left, most = 52, max(map(len, expected))
     groups = [[rank for rank, own in enumerate(readers) if own == number]
               for number in dict.fromkeys(readers)]
-    out, x = [text(0, 14, "who read which sample", "bold")], left
+    out, x = [draw_text(0, 14, "who read which sample", "bold")], left
     for k, ranks in enumerate(groups):
         name = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        out += [cell(x, 24, "", k % len(COLOURS)),
-                text(x + CELL + 2, 38, name)]
+        out += [cell(x, 24, "", k % len(RANK_COLOURS)),
+                draw_text(x + CELL + 2, 38, name)]
         x += CELL + 16 + 7 * len(name)
     y, sentences, framed = 54, [], False
     for step, samples in enumerate(expected):
-        out.append(text(0, y + 15, f"step {step}"))
+        out.append(draw_text(0, y + 15, f"step {step}"))
         samples_read = [steps[step] if step < len(steps) else []
                         for steps in read]
         for k, sample in enumerate(samples):
@@ -313,7 +315,8 @@ def reads(
                      for sample in part)
         if others:
             framed = True
-            out.append(text(left + most * CELL + 4, y + 15, f"+ {others}"))
+            out.append(draw_text(left + most * CELL + 4, y
+                                 + 15, f"+ {others}"))
         sentences.append(f"step {step}: " + ", ".join(
             f"rank {rank} read {' '.join(map(str, numbers)) or 'nothing'}"
             for rank, numbers in enumerate(samples_read)) + ".")
@@ -322,13 +325,13 @@ def reads(
     if last is not None:
         wraps = (f"after sample {last} the dataset begins again: it has "
                  f"{last + 1}")
-        out.append(text(0, y + 12, wraps))
+        out.append(draw_text(0, y + 12, wraps))
         sentences.append(f"{wraps}.")
         x, y = max(x, 7 * len(wraps)), y + LINE
     if framed:
         legend = ("a frame: several ranks read it, or none; "
                   "+ n: samples of other steps")
-        out.append(text(0, y + 12, legend))
+        out.append(draw_text(0, y + 12, legend))
         x, y = max(x, 7 * len(legend)), y + LINE
     return svg(max(left + most * CELL + 34, x), y, out,
                "Which rank read which sample", " ".join(sentences))

@@ -24,7 +24,7 @@ def plant(number):
     unplant()
     folder = tempfile.mkdtemp(prefix="why-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    program: Any = interpreter.start(
+    program: Any = interpreter.start_python(
         "-m", "notebooks.experiments.hangs", str(number), folder)
     planted[:] = program, folder
     state, lines = "4 processes start, which takes some seconds.", []
@@ -52,10 +52,10 @@ def unplant():
 def why():
     """Ask why that job hangs, has died or is slow."""
     require(planted, "no fault is planted; fix: plant one first: plant(1)")
-    output.run_and_show("-m", "workshop", "why", planted[1], view=reason)
+    output.run_and_show("-m", "workshop", "why", planted[1], view=show_reason)
 
 
-def reason(text, last):
+def show_reason(text, last):
     """Show `why`'s answer: the fault, the fix, and the evidence folded."""
     answer, *evidence = re.split("^(?=  )", text, maxsplit=1, flags=re.M)
     fault, *lines = page.quote(answer).splitlines()
@@ -64,4 +64,4 @@ def reason(text, last):
            *map(paragraph, lines),
            *(folded("The evidence", output.printed(part.rstrip()))
              for part in evidence)]
-    return output.Shown(page.box("".join(out), last), text)
+    return output.Shown(page.styled_box("".join(out), last), text)

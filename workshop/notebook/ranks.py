@@ -46,19 +46,20 @@ from workshop.errors import run_tool
 from workshop.jobs.interpreter import last_line
 from workshop.jobs.mpirun import Mpirun
 
-PRELOAD = ["torch", "torch.distributed", "notebooks.experiments.overlap",
-           "notebooks.experiments.pipelines", "notebooks.experiments.sharding"]
+PRELOADED = ["torch", "torch.distributed", "notebooks.experiments.overlap",
+             "notebooks.experiments.pipelines",
+             "notebooks.experiments.sharding"]
 
 
 def main() -> None:
     os.environ["COLUMNS"] = "54"  # of bars and tables: 62 after "rank 0: "
-    fork_server.get_servers(PRELOAD)  # imports torch meanwhile
+    fork_server.get_servers(PRELOADED)  # imports torch meanwhile
     for line in sys.stdin:
         request = json.loads(line)
         try:
             answer(**request)
         except UserError as error:
-            say(error=str(error))
+            send_answer(error=str(error))
 
 
 def answer(cell: str, ranks: int, seconds: int, mpirun: bool = False) -> None:
@@ -66,23 +67,23 @@ def answer(cell: str, ranks: int, seconds: int, mpirun: bool = False) -> None:
     try:
         compile(cell, "cell", "exec")
     except SyntaxError as error:
-        say(error=f"line {error.lineno} of this cell: {error.msg}")
+        send_answer(error=f"line {error.lineno} of this cell: {error.msg}")
         return
     except ValueError as error:  # a character that no source can hold
-        say(error=f"this cell: {error}")
+        send_answer(error=f"this cell: {error}")
         return
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "cell.py")
         source.write_text(cell, encoding="utf-8")
         ended = processes.Launch(
             __file__, source, folder, seconds, *["mpirun"] * mpirun,
-            world_size=ranks, preload=PRELOAD,
+            world_size=ranks, preload=PRELOADED,
             launcher=Mpirun(sleeping=False) if mpirun else Torchrun()
         ).wait(120, too_late(folder, ranks, seconds) if mpirun else None)
         results = []
         for rank, process in enumerate(ended):
             for line in process.out.splitlines():
-                say(line=f"rank {rank}: {line}".rstrip())
+                send_answer(line=f"rank {rank}: {line}".rstrip())
             file = Path(folder, f"{rank}.json")
             if file.exists():
                 results.append(json.loads(file.read_text()))
@@ -91,10 +92,10 @@ def answer(cell: str, ranks: int, seconds: int, mpirun: bool = False) -> None:
                 waits = re.search(r'File "cell", line (\d+)', process.err)
                 if mpirun and waits:
                     why = f"it still waits in line {waits[1]}"
-                say(line=f"rank {rank}: did not finish: {why}")
+                send_answer(line=f"rank {rank}: did not finish: {why}")
                 results.append({"shown": [], "svg": None, "events": []})
-    say(shown=[one["shown"] for one in results], svg=results[0]["svg"],
-        events=[one["events"] for one in results])
+    send_answer(shown=[one["shown"] for one in results], svg=results[0]["svg"],
+                events=[one["events"] for one in results])
 
 
 def too_late(folder: str, ranks: int, seconds: float) -> Callable[[], bool]:
@@ -111,7 +112,7 @@ def too_late(folder: str, ranks: int, seconds: float) -> Callable[[], bool]:
     return is_late
 
 
-def say(**answer: Any) -> None:
+def send_answer(**answer: Any) -> None:
     print(json.dumps(answer), flush=True)
 
 

@@ -33,11 +33,11 @@ from notebooks.course_messages import (
     decode,
     encode,
 )
-from workshop.jobs.interpreter import PACKAGES
+from workshop.jobs.interpreter import COURSE_PACKAGES
 from workshop.notebook import cells, frontend, magics
 from workshop.notebook.output import Shown, complaint
 
-PATIENCE = 10.0  # seconds for a call to end once the kernel has ended
+CALL_SECONDS = 10.0  # seconds for a call to end once the kernel has ended
 
 
 class Kernel:
@@ -102,7 +102,7 @@ class Kernel:
         self.calls.put(None)
         self.answers.put("")
         self.interrupt()
-        end = threading.Timer(PATIENCE, os._exit, [1])
+        end = threading.Timer(CALL_SECONDS, os._exit, [1])
         end.daemon = True
         end.start()
 
@@ -208,7 +208,7 @@ def take_pipes() -> Kernel:
 
 def main() -> None:
     """Serve the kernel at the other end of the pipes."""
-    if not all(map(importlib.util.find_spec, PACKAGES)):
+    if not all(map(importlib.util.find_spec, COURSE_PACKAGES)):
         sys.exit(NOT_THE_COURSES_PYTHON)
     kernel = take_pipes()
     sys.stdout = sys.stderr = Prints(kernel)

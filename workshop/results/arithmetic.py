@@ -16,12 +16,12 @@ from backstage.flops import (
     padded_vocab_size,
 )
 
-Config = dict[str, int]  # a GPTConfig's fields
+ShapeConfig = dict[str, int]  # a GPTConfig's fields
 Traffic = dict[str, tuple[int, int]]  # {collective: (calls, bytes)}
 
 FP32 = 4  # bytes
 SHARE_OF_PEAK = 0.4  # which a good script reaches on an A100
-MINIBATCH = 512 * 1024  # tokens in a step of preset gpt2
+MINIBATCH_TOKENS = 512 * 1024  # tokens in a step of preset gpt2
 LINK = 25e9  # bytes/s between two nodes, with one link of InfiniBand HDR
 STATE = {"parameters": 4, "gradients": 4, "moments": 8}  # bytes of each weight
 # What FSDP shards while it accumulates without reducing: until the last
@@ -41,7 +41,7 @@ def is_count(value: object) -> bool:
 # -------------------------------------------------------------------- memory
 
 
-def state(config: Config, n: int = 1,
+def state(config: ShapeConfig, n: int = 1,
           sharded: Collection[str] = tuple(STATE)) -> float:
     """Bytes that each of n devices keeps of a model's state.
 
@@ -57,7 +57,7 @@ def block_parameters(width: int, tensor_parallel: int = 1) -> int:
     return divided // tensor_parallel + 6 * width  # LayerNorms, c_proj's bias
 
 
-def gathered(config: Config) -> int:
+def gathered(config: ShapeConfig) -> int:
     """Bytes that FSDP makes whole at a time: the embeddings and a block.
 
     What is in no block is one group: it is whole from the forward pass to the
@@ -67,7 +67,7 @@ def gathered(config: Config) -> int:
     return FP32 * (num_parameters(config) - (config["n_layer"] - 1) * block)
 
 
-def activations(config: Config, recompute: bool = False) -> int:
+def activations(config: ShapeConfig, recompute: bool = False) -> int:
     """Bytes that the backward pass needs of a sample of full length."""
     L, H, C = config["n_layer"], config["n_head"], config["n_embd"]
     T, V = config["block_size"], padded_vocab_size(config["vocab_size"])
@@ -78,7 +78,7 @@ def activations(config: Config, recompute: bool = False) -> int:
     return L * block + ends
 
 
-def at_most(config: Config, recompute: bool = False) -> int:
+def at_most(config: ShapeConfig, recompute: bool = False) -> int:
     """Return a sample's peak bytes in the backward pass.
 
     First come the gradients of the logits and of their log-softmax, each as
@@ -117,7 +117,7 @@ def hiding_tokens(flops: float, bandwidth: float) -> float:
 
 
 def of_step(
-        split: str, config: Config, mesh: tuple[int, int, int],
+        split: str, config: ShapeConfig, mesh: tuple[int, int, int],
         microbatches: int, B: int, T: int) -> list[Traffic] | None:
     """{collective: (calls, bytes)} of a rank in each pipeline stage.
 
@@ -148,7 +148,7 @@ def of_step(
         is_end = first or last
         outside = (is_end * table + last * 2 * C
                    + first * config["block_size"] * C)
-        calls = Calls()
+        calls = CollectiveCounts()
         if split == "samples":
             calls.add("allreduce", 1, L * block + outside)
         elif dp > 1:  # FSDP gathers weights, and reduces gradients
@@ -181,7 +181,7 @@ def of_step(
     return stages
 
 
-class Calls(Traffic):
+class CollectiveCounts(Traffic):
     """{collective: (calls, bytes)}"""
 
     def add(self, name: str, number: int, elements: int) -> None:
@@ -194,8 +194,8 @@ class Calls(Traffic):
 # ------------------------------------------------------------------ decisions
 
 
-def decisions(memory: float = 80e9, nodes: int = 2,
-              gpus: int = 4) -> list[tuple[str, str, str]]:
+def averaging_rules(memory: float = 80e9, nodes: int = 2,
+                    gpus: int = 4) -> list[tuple[str, str, str]]:
     """When to divide what: (when, what to take, what that means).
 
     The numbers are those of GPT-2 XL on these devices.
@@ -259,9 +259,10 @@ def critical_tokens(loss: float) -> float:
     return 2e8 / loss ** (1 / 0.21)
 
 
-def bills(
-        loss: float, tokens: int = 18_692 * MINIBATCH,
-        minibatch: int = MINIBATCH, share: float = SHARE_OF_PEAK, B: int = 16,
+def cost_rows(
+        loss: float, tokens: int = 18_692 * MINIBATCH_TOKENS,
+        minibatch: int = MINIBATCH_TOKENS, share: float = SHARE_OF_PEAK,
+        B: int = 16,
         gpus: Iterable[int] = (8, 32, 128, 512, 2048),
         ) -> list[tuple[int, str, str, str, str]]:
     """What the same loss costs with more A100s, as rows of a table.

@@ -12,7 +12,7 @@ from backstage.flops import PEAKS, flops_per_token
 from workshop.results.arithmetic import (
     GPT2,
     LINK,
-    MINIBATCH,
+    MINIBATCH_TOKENS,
     SHARE_OF_PEAK,
     hiding_tokens,
 )
@@ -58,7 +58,7 @@ def scaling_limits(run: RecordedRun) -> list[ScalingLimit]:
             1e9 * slowest, run.hyperparameters["minibatch_size"] * T),
         ScalingLimit(
             f"A100, at {SHARE_OF_PEAK:.0%} of its peak",
-            SHARE_OF_PEAK * 1e12 * PEAKS["A100"][0], LINK, MINIBATCH),
+            SHARE_OF_PEAK * 1e12 * PEAKS["A100"][0], LINK, MINIBATCH_TOKENS),
         ScalingLimit(
             "H200, as measured", gpt2 * gpu["std"]["tokens_per_second"], LINK,
-            MINIBATCH)]
+            MINIBATCH_TOKENS)]

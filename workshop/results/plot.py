@@ -33,13 +33,14 @@ from workshop.results.profile import list_traces, recorded_parts
 from workshop.results.runs import RecordedRun
 from workshop.stages import STAGES
 
-COLOURS = {name: stage.colour for name, stage in STAGES.items()}
+STAGE_COLOURS = {name: stage.colour for name, stage in STAGES.items()}
 DASHES = {1: "-", 2: "--", 4: "-.", 8: ":"}  # by world size
-PARTS = {  # of workshop/results/profile.py
+PART_COLOURS = {  # of workshop/results/profile.py
     "data": "#a457c4", "forward": "#8fb8ec", "backward": "#3b7dd8",
     "all-reduce": "#cf7a12", "waiting": "#f0cf9a", "optimizer": "#2b9a5f"}
 PUBLISHED = ("#2166c0", "#a85500")  # of A100 and Max 1550
-MARK = "made by python -m workshop plot, which replaces it"  # in a picture
+# In a picture
+PLOT_MARK = "made by python -m workshop plot, which replaces it"
 INK = "#010203"  # stands for the theme's text colour in a notebook's SVG
 
 matplotlib.rcParams.update({
@@ -82,8 +83,9 @@ def loss(ax: Axes, runs: list[RecordedRun]) -> str:
     ax.legend(title="points: validation", title_fontsize=8,
               loc="upper right", ncols=1 + len(runs) // 6)
     if len(runs) == 1:
-        return note(ax, "train once more, on more processes, to compare",
-                    y=0.04)
+        return annotate(ax,
+                        "train once more, on more processes, to compare",
+                        y=0.04)
     return ""
 
 
@@ -137,10 +139,11 @@ def scaling(ax: Axes, runs: list[RecordedRun]) -> str:
     count_axis(ax, powers_of_two(most))
     ax.legend(loc="lower left")
     if not found:
-        return note(ax, "there is no run on one process\nto compare with")
+        return annotate(ax,
+                        "there is no run on one process\nto compare with")
     if most > 1:
         return ""
-    return note(
+    return annotate(
         ax, "there are only runs on one process:\nalso run on 2 and 4")
 
 
@@ -155,13 +158,13 @@ def model(ax: Axes, runs: list[RecordedRun]) -> str:
             break
     if fitted is None:
         ax.set_axis_off()
-        return note(ax, "this needs one stage on three numbers\n"
+        return annotate(ax, "this needs one stage on three numbers\n"
                         "of processes, for example 1, 2 and 4")
     if not fitted.microbatch:
         ax.set_axis_off()
-        return note(ax, "these times do not fit the model: it finds that a\n"
-                        "microbatch takes no time, as where processes\n"
-                        "share the cores of a CPU")
+        return annotate(ax, "these times do not fit the model: it finds "
+                        "that a\nmicrobatch takes no time, as where "
+                        "processes\nshare the cores of a CPU")
     runs = [run for run in runs if run.kind == stage]
     names: tuple[str, ...] = (
         "A microbatches", "optimizer", "exposed all-reduce")
@@ -191,7 +194,7 @@ def parts(ax: Axes, runs: list[RecordedRun]) -> str:
             for rank, seconds in enumerate(recorded_parts(run.folder))]
     if not rows:
         ax.set_axis_off()
-        return note(ax, "no step of these runs was recorded:\n"
+        return annotate(ax, "no step of these runs was recorded:\n"
                         "train with --profile 10")
     stack_parts(ax, rows)
     return ""
@@ -237,8 +240,8 @@ def gpus(ax: Axes, runs: list[RecordedRun]) -> str:
             ax.legend()
             return ""
     ax.set_axis_off()
-    return note(ax, "no GPU metrics in these runs:\nthe batch files record "
-                    "them (gpus-*.txt)")
+    return annotate(ax, "no GPU metrics in these runs:\n"
+                    "the batch files record them (gpus-*.txt)")
 
 
 def ladder(ax: Axes, runs: list[RecordedRun],
@@ -254,7 +257,7 @@ def ladder(ax: Axes, runs: list[RecordedRun],
         (f"theirs: {name}", INK, training, texts, None)
         for name, (training, texts) in
         results.read_given()["university"].items()]
-    rows += [(rung["name"], COLOURS.get(rung["stage"]), rung["training"],
+    rows += [(rung["name"], STAGE_COLOURS.get(rung["stage"]), rung["training"],
               rung["plain"], rung["cached"]) for rung in record["rungs"]
              if "interpreted" not in rung["name"]]  # their time says nothing
     for y, (_, color, training, texts, cached) in enumerate(rows):
@@ -301,10 +304,10 @@ def stack(
 
 
 def stack_parts(ax: Axes, rows: Sequence[tuple[str, dict[str, float]]],
-                parts: Iterable[str] = PARTS) -> None:
+                parts: Iterable[str] = PART_COLOURS) -> None:
     """A bar for each row, (name, its seconds by part), and the legend."""
     stack(ax, [name for name, _ in rows], [
-        (part, [seconds[part] for _, seconds in rows], PARTS[part])
+        (part, [seconds[part] for _, seconds in rows], PART_COLOURS[part])
         for part in parts])
     ax.set_ylim(len(rows) + 0.6 + len(rows) / 8, -0.6)  # room for the legend
     ax.legend(loc="lower left", ncols=4)
@@ -312,10 +315,10 @@ def stack_parts(ax: Axes, rows: Sequence[tuple[str, dict[str, float]]],
 
 def colour(run: RecordedRun) -> str:
     """The colour of the run's stage; another strategy has its own."""
-    return COLOURS.get(run.kind, "#a457c4")
+    return STAGE_COLOURS.get(run.kind, "#a457c4")
 
 
-def note(ax: Axes, text: str, y: float = 0.5) -> str:
+def annotate(ax: Axes, text: str, y: float = 0.5) -> str:
     """Write what is missing into the panel at that height; return it."""
     ax.annotate(text, (0.5, y), xycoords="axes fraction", alpha=0.8,
                 ha="center", va="center")
@@ -393,9 +396,9 @@ def main(args: argparse.Namespace) -> None:
     kind = Path(output).suffix.lower()[1:]
     require(kind in ("png", "svg", "pdf"), f"{output}: unknown format; fix: "
             "end the name with .png, .svg or .pdf")
-    require(may_replace(output, MARK), f"{output} exists and was not made by "
-            "plot; fix: choose another file with -o")
-    runs, notes = results.find(args.folders)
+    require(may_replace(output, PLOT_MARK), f"{output} exists and was not "
+            "made by plot; fix: choose another file with -o")
+    runs, notes = results.find_runs(args.folders)
     panels = [panel for panel in PANELS.values() if panel is not parts
               or any(list_traces(run.folder) for run in runs)]
     columns = math.ceil(len(panels) / 2)
@@ -406,7 +409,7 @@ def main(args: argparse.Namespace) -> None:
     for number, panel in enumerate(panels, 1):
         panel(figure.add_subplot(2, columns, number), runs)
     write_atomically(output, lambda file: figure.savefig(
-        file, format=kind, dpi=110, metadata={"Creator": MARK}))
+        file, format=kind, dpi=110, metadata={"Creator": PLOT_MARK}))
     for text in notes:
         print(visible(text))
     names = ", ".join(run.name for run in runs)
@@ -445,11 +448,11 @@ def write_panel() -> None:
         svg = themed(panel)
         return Drawn(svg, lacks, is_blank)
 
-    drawn = draw(results.find(folders)[0])
+    drawn = draw(results.find_runs(folders)[0])
     shown = drawn.lacks if drawn.is_blank else drawn.svg
     if drawn.lacks and not folders:
-        examples = results.read_all(results.list_folders(results.EXAMPLES))
-        other = draw(results.select(*examples)[0],
+        examples = results.read_runs(results.list_folders(results.EXAMPLES))
+        other = draw(results.select_comparable(*examples)[0],
                      "\n(examples: yours are too few)")
         if not other.lacks:
             shown = other.svg

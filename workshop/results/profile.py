@@ -39,15 +39,17 @@ from backstage.errors import require
 from backstage.files import StrPath, reading, show_path
 from workshop.results.runs import read_metrics, read_started
 
-PARTS = ("data", "forward", "backward", "all-reduce", "waiting", "optimizer")
+STEP_PARTS = ("data", "forward", "backward", "all-reduce", "waiting",
+              "optimizer")
 STEP = "end of step "  # begins the name of the mark that the run has left
 NODE = "autograd::engine::evaluate_function"  # of the backward pass
 CALLERS = ("autograd::", "torch::autograd::")  # operators that call others
 SENDERS = ("c10d::", "_c10d_functional::")  # and that send, or wait
 
 Seconds = dict[str, float]  # of a step, by part
-Span = tuple[float, float, str | None]  # (begin, end, part), microseconds
-Event = tuple[float, float, dict[str, Any]]  # (begin, end, as in the trace)
+TimeSpan = tuple[float, float, str | None]  # (begin, end, part), microseconds
+# (begin, end, as in the trace)
+TraceEvent = tuple[float, float, dict[str, Any]]
 Message = tuple[str, float]  # (name, microseconds)
 
 
@@ -62,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
             "the run with --profile 10")
     print("milliseconds of a step, the mean of steps "
           f"{min(ranks[0].steps)} to {max(ranks[0].steps)}:\n"
-          + "".join(f"{name:>11}" for name in ("rank", *PARTS, "step")))
+          + "".join(f"{name:>11}" for name in ("rank", *STEP_PARTS, "step")))
     for rank, parts in enumerate(map(mean, ranks)):
         print(f"{rank:11d}" + "".join(
             f"{1000 * seconds:11.1f}"
@@ -90,7 +92,7 @@ def recorded_parts(folder: StrPath) -> list[Seconds]:
 def mean(rank: RankProfile) -> Seconds:
     """{part: seconds of a step} of a `RankProfile`."""
     return {part: statistics.mean(seconds[part] for seconds in rank.charged)
-            for part in PARTS}
+            for part in STEP_PARTS}
 
 
 # ------------------------------------- what the recorded events say of a step
@@ -110,9 +112,9 @@ class Step:
 
     begin: float
     end: float
-    doing: list[Span]  # what the program does, in its order
-    work: list[Span]  # what computes; part None: as `doing`
-    calls: list[Span]  # sends, or waits for what was sent
+    doing: list[TimeSpan]  # what the program does, in its order
+    work: list[TimeSpan]  # what computes; part None: as `doing`
+    calls: list[TimeSpan]  # sends, or waits for what was sent
     messages: list[tuple[float, float, str]]  # (begin, end, name), in order
 
     @property
@@ -129,13 +131,13 @@ class Step:
         """
         import numpy as np
 
-        def paint(pieces: Iterable[Span]) -> Any:
+        def paint(pieces: Iterable[TimeSpan]) -> Any:
             painted = np.full(round(self.end - self.begin), -1, np.int8)
             for *times, part in pieces:
                 begin, end = (max(0, round(time - self.begin))
                               for time in times)
                 painted[begin:end] = (doing[begin:end] if part is None else
-                                      PARTS.index(part))
+                                      STEP_PARTS.index(part))
             return painted
 
         doing = paint(self.doing)
@@ -149,8 +151,8 @@ class Step:
               for (_, end, _), time in zip(
                   self.messages, least, strict=False))])
         counts = np.bincount(np.where(work < 0, rest, work),
-                             minlength=len(PARTS))
-        return dict(zip(PARTS, (counts / 1e6).tolist(), strict=False))
+                             minlength=len(STEP_PARTS))
+        return dict(zip(STEP_PARTS, (counts / 1e6).tolist(), strict=False))
 
 
 def list_traces(folder: StrPath) -> list[Path]:
@@ -212,7 +214,8 @@ def find_steps(events: list[dict[str, Any]],
     return kernels, steps
 
 
-def what_it_does(step: Step, times: list[Event], main: int) -> list[Span]:
+def what_it_does(step: Step, times: list[TraceEvent],
+                 main: int) -> list[TimeSpan]:
     """(begin, end, part) from a step's begin to its end.
 
     A backward pass runs the nodes that forward operators have left, and each
@@ -242,7 +245,7 @@ def what_it_does(step: Step, times: list[Event], main: int) -> list[Span]:
     return [*doing, (at, done, last), (done, step.end, "optimizer")]
 
 
-def read_operators(step: Step, times: list[Event], main: int) -> None:
+def read_operators(step: Step, times: list[TraceEvent], main: int) -> None:
     """The work and the messages of a step on a CPU."""
     for begin, end, event in times:
         name = event["name"]
@@ -256,7 +259,7 @@ def read_operators(step: Step, times: list[Event], main: int) -> None:
                 step.work.append((begin, end, None))
 
 
-def read_kernels(step: Step, times: list[Event], main: int) -> None:
+def read_kernels(step: Step, times: list[TraceEvent], main: int) -> None:
     """The work and the messages of a step on an accelerator."""
     asked = {event["args"]["correlation"]: begin for begin, _, event in times
              if event.get("cat") in ("cuda_runtime", "cuda_driver",

@@ -37,7 +37,7 @@ from backstage.record import (
 )
 from rankcheck.engine.findings import count_of
 from workshop.results.arithmetic import is_count, of_step, ring
-from workshop.stages import FIRST, STAGES
+from workshop.stages import FIRST_STAGE, STAGES
 
 RUNS, EXAMPLES = ROOT / "runs", ROOT / "example-logs"
 CONFIG = "block_size", "vocab_size", "n_layer", "n_head", "n_embd"
@@ -46,7 +46,7 @@ DIVISORS = "pipeline_parallel", "tensor_parallel"  # which some stages have
 POSITIVE = ("nodes", "max_steps", "world_size", *CONFIG, *COUNTS, *DIVISORS)
 # How nvidia-smi, xpu-smi and amd-smi name the percentage of a GPU that is busy
 UTILISATIONS = ("sm", "gpu utilization (%)", "gfx")
-ALIKE = ("preset", "data", "minibatch_size", "sequence_length")
+COMPARED_SETTINGS = ("preset", "data", "minibatch_size", "sequence_length")
 
 
 def read_started(folder: StrPath) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def read_metrics(file: StrPath) -> Iterator[Row]:
             yield to_numbers(cells)
 
 
-def describe(folder: StrPath) -> str:
+def describe_run_start(folder: StrPath) -> str:
     """Return how a run was started, in one line; "" if unknown."""
     with suppress(UserError, FileNotFoundError):
         record = read_started(folder)
@@ -174,10 +174,10 @@ class RecordedRun:
         """Whether both train the same model on the same minibatches."""
         return self.config == other.config and all(
             self.hyperparameters.get(key) == other.hyperparameters.get(key)
-            for key in ALIKE)
+            for key in COMPARED_SETTINGS)
 
 
-def read(folder: Path) -> RecordedRun:
+def read_run(folder: Path) -> RecordedRun:
     """The run in a folder; a `UserError` if there is nothing to show."""
     try:
         record = read_started(folder)
@@ -189,8 +189,8 @@ def read(folder: Path) -> RecordedRun:
     return RecordedRun(folder, record, rows)
 
 
-def find(folders: Iterable[StrPath] = ()) -> tuple[list[RecordedRun],
-                                                   list[str]]:
+def find_runs(folders: Iterable[StrPath] = ()) -> tuple[list[RecordedRun],
+                                                        list[str]]:
     """The runs to show, and lines that say what is not shown and why.
 
     Without folders, these are the runs in runs/ that train the same as the
@@ -199,17 +199,18 @@ def find(folders: Iterable[StrPath] = ()) -> tuple[list[RecordedRun],
     nothing can be shown.
     """
     named = [Path(folder) for folder in folders]
-    results, notes = read_all(named or list_folders(RUNS))
+    results, notes = read_runs(named or list_folders(RUNS))
     if not (results or named):
         notes.append("No run to show in runs/ yet: these are the examples "
                      "in example-logs/.")
-        results, problems = read_all(list_folders(EXAMPLES))
+        results, problems = read_runs(list_folders(EXAMPLES))
         notes += problems
-    return select(results, notes, named)
+    return select_comparable(results, notes, named)
 
 
-def select(results: list[RecordedRun], notes: list[str],
-           named: Sequence[Path] = ()) -> tuple[list[RecordedRun], list[str]]:
+def select_comparable(results: list[RecordedRun], notes: list[str],
+                      named: Sequence[Path] = ()) -> tuple[list[RecordedRun],
+                                                           list[str]]:
     """Those that train the same, in the order of the stages, and notes."""
     require(results, "; ".join(notes) or "no run to show; fix: train one")
     if not named:
@@ -228,12 +229,12 @@ def select(results: list[RecordedRun], notes: list[str],
     return results, notes
 
 
-def read_all(folders: Iterable[Path]) -> tuple[list[RecordedRun], list[str]]:
+def read_runs(folders: Iterable[Path]) -> tuple[list[RecordedRun], list[str]]:
     """The runs, and a line for each that cannot be read."""
     results, problems = [], []
     for folder in folders:
         try:
-            results.append(read(folder))
+            results.append(read_run(folder))
         except UserError as error:
             problems.append(str(error))
     return results, problems
@@ -289,7 +290,7 @@ def efficiency(results: Iterable[RecordedRun]) -> dict[str, dict[int, float]]:
               for result in results if result.world_size == 1}
     kinds: dict[str, dict[int, float]] = {}
     for result in results:
-        one = single.get(result.kind, single.get(FIRST))
+        one = single.get(result.kind, single.get(FIRST_STAGE))
         if one:
             kinds.setdefault(result.kind, {})[result.world_size] = (
                 result.tokens_per_second / result.world_size / one)
