@@ -58,7 +58,7 @@ Stack (most recent call first):
     ("", "ImportError: attempted relative import with no known parent "
      "package\n", "attempted relative import", "-m package.module")])
 def test_what_follows_from_an_error(out, err, says, fix):
-    finding = runs.how_it_ends(run_record(RankExit(1, out, err), joined=False))
+    finding = runs.explain_end(run_record(RankExit(1, out, err), joined=False))
     assert says in finding.text
     assert fix in finding.fix_text and bool(fix) == bool(finding.fix_text)
 
@@ -115,11 +115,11 @@ def record(**other):
 CASE = comparison.Comparison(None, None, run_record(
     RankExit(0, "", ""), model={}, shapes={"0.0": (2,), "0.1": (2,)}))
 ASKED = {
-    "before": lambda good, back: resume.weights([], good, back),
-    "kept": lambda good, back: resume.kept(CASE, good, back),
-    "lr": lambda good, back: resume.learning_rates([], good, back),
-    "loss": resume.afterwards, "weights": resume.afterwards,
-    "buffers": resume.afterwards}
+    "before": lambda good, back: resume.restored_weights([], good, back),
+    "kept": lambda good, back: resume.restored_states(CASE, good, back),
+    "lr": lambda good, back: resume.restored_rates([], good, back),
+    "loss": resume.later_steps, "weights": resume.later_steps,
+    "buffers": resume.later_steps}
 
 
 @pytest.mark.parametrize("what", ASKED)
@@ -142,7 +142,7 @@ def test_learning_rates_that_do_not_go_on(rates, expected, says):
     """Of each group, where both runs have as many."""
     good, back = ([tuple(one | {"rates": values} for one in record())]
                   for values in (expected, rates))
-    finding, = resume.learning_rates([], good, back)
+    finding, = resume.restored_rates([], good, back)
     assert finding.verdict == "FAIL"
     assert finding.text == f"{says}, in the next step"
 
@@ -153,9 +153,9 @@ def test_random_numbers_that_do_not_go_on(lost, verdict):
     """What they change is a mistake where only some ranks draw others."""
     good = record() + record()
     found = [
-        *resume.position([], [good], [tuple(
+        *resume.restored_position([], [good], [tuple(
             {**one, "rows": ["b"]} for one in good)], lost),
-        *resume.afterwards([good], [record(loss=3.0) * 2], lost)]
+        *resume.later_steps([good], [record(loss=3.0) * 2], lost)]
     assert [finding.verdict for finding in found] == [verdict] * 2
 
 

@@ -66,7 +66,7 @@ def test_a_module_of_a_package(words, tmp_path, monkeypatch):
     (tmp_path / "theirs").mkdir()
     for name, text in PACKAGE.items():
         (tmp_path / name).write_text(text)
-    found = program.read(["--", *words.split()])
+    found = program.read_program(["--", *words.split()])
     assert (found.module, found.script) == (
         "theirs.train", tmp_path / "theirs/train.py")
     assert found.flags == ("--flag",) * ("--flag" in words)
@@ -92,10 +92,10 @@ def test_what_is_typed(words, says, tmp_path, monkeypatch):
     (tmp_path / "x.sh").write_text("#!/bin/sh\n")
     (tmp_path / "x.sh").chmod(0o755)
     if says.startswith(("1", "--")):
-        assert program.read(words.split()).flags == tuple(says.split())
+        assert program.read_program(words.split()).flags == tuple(says.split())
     else:
         with pytest.raises(UserError, match=re.escape(says)) as error:
-            program.read(words.split())
+            program.read_program(words.split())
         assert "\n" not in str(error.value)
 
 

@@ -103,7 +103,7 @@ def answers(recorded, monkeypatch):
                 runs[1, ""])
 
         monkeypatch.setattr(Question, "ask", note)
-        answers = questions.verify(Runs(start, 2, 4))
+        answers = questions.ask_questions(Runs(start, 2, 4))
         assert answers.not_checked and not answers.internal_errors
         assert all(finding.kind for finding in answers.findings)
         return found
@@ -577,7 +577,7 @@ def test_what_an_own_error_leaves(recorded):
     """Other questions are answered; the status is 2."""
     runs = recorded(RIGHT)
     on(0, rates=[None])(runs)
-    made = questions.verify(Runs(
+    made = questions.ask_questions(Runs(
         lambda planned: runs[planned.size, ""], 2, 4))
     error, = made.internal_errors
     titles = {question.find: question.title for question in QUESTIONS}
@@ -892,7 +892,7 @@ def test_a_script_that_refuses_several_nodes(
     runs = recorded(RIGHT)
     runs[2, "nodes"].script = runs[2, ""].script = script
     runs[2, "nodes"].ranks = [RankExit(1, "", error.format(script=script))] * 2
-    answers = questions.verify(Runs(
+    answers = questions.ask_questions(Runs(
         lambda planned: runs[planned.size, planned.kind], 2, 4))
     assert refused == any("several nodes: the script refuses them" in text
                           for text in answers.not_checked)
@@ -905,7 +905,7 @@ def test_all_ranks_may_see_one_gpu_alone(answers, recorded):
     assert set(answers(RIGHT, change)) == {DRAWN}
     runs = recorded(RIGHT)
     change(runs)
-    made = questions.verify(Runs(
+    made = questions.ask_questions(Runs(
         lambda planned: runs[planned.size, planned.kind], 2, 4))
     assert any("all use GPU 0" in text for text in made.not_checked)
 

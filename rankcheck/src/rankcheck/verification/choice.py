@@ -11,7 +11,7 @@ from rankcheck.verification.comparison import (
     compare_batches,
     find_hand_sharded,
     find_skips,
-    rows,
+    samples_of,
 )
 from rankcheck.verification.runs import Runs, compare_step_counts, reduces
 
@@ -34,7 +34,7 @@ class Choice:
     reason: str = ""
 
 
-def choose(runs: Runs) -> Choice:
+def choose_runs(runs: Runs) -> Choice:
     """Make the runs of one and of several processes, and compare them.
 
     What one process cannot do is left out; a CPU stands in for GPUs where the
@@ -92,10 +92,11 @@ def choose(runs: Runs) -> Choice:
     if not refused and not comparison.facts("FSDP1"):
         comparison = replace(comparison, hand_sharded=find_hand_sharded(
             single_run, multi_run, ended))
-    return compare(comparison, findings)
+    return choose_single_run(comparison, findings)
 
 
-def compare(comparison: Comparison, findings: list[Finding]) -> Choice:
+def choose_single_run(comparison: Comparison,
+                      findings: list[Finding]) -> Choice:
     """Choose the run of one process by the samples that each step has."""
     batches = compare_batches(comparison)
     columns = replace(comparison, columns=True)
@@ -112,7 +113,7 @@ def compare(comparison: Comparison, findings: list[Finding]) -> Choice:
             comparison = replace(comparison, frozen_run=frozen_run)
         return Choice(comparison, findings)
     reason = batches.reason
-    if reason and any(rows(comparison.single_steps)):
+    if reason and any(samples_of(comparison.single_steps)):
         repetition = reads_again(comparison)
         reason = repetition.reason or reason
         findings = findings + repetition.findings

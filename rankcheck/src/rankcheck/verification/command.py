@@ -31,26 +31,26 @@ from rankcheck.engine.report import Events, Quiet, Terminal
 from rankcheck.engine.workspace import Workspace, open_workspace
 from rankcheck.system.errors import NotCompared, UserError, require, show_path
 from rankcheck.system.version import require_torch
-from rankcheck.verification.program import Program, read
+from rankcheck.verification.program import Program, read_program
 
 if TYPE_CHECKING:  # they import torch
     from rankcheck.engine.run_record import RunRecord
     from rankcheck.verification.runs import PlannedRun
 
-MOST = 64  # processes on this machine's CPU
+MOST_PROCESSES = 64  # processes on this machine's CPU
 WATCHES = ("rankcheck.record.training", "rankcheck.record.torch_api")
-PRELOAD = ("accelerate", "transformers.trainer")  # not lightning: it reads its
-# rank when it is imported
+# Not lightning: it reads its rank when it is imported
+PRELOAD_IF_NAMED = ("accelerate", "transformers.trainer")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False"}
-ON_CPU = {**scratch.HIDDEN,
-          "ACCELERATE_USE_CPU": "true"}  # else each rank trains alone
+CPU_VARIABLES = {**scratch.HIDDEN,
+                 "ACCELERATE_USE_CPU": "true"}  # else each rank trains alone
 FIX = ("fix: let it write to another folder: one below the current "
        "folder, or one with {run} in its name, which is new each time")
 SCHEMA = 4  # of --json: another number if a field changes or goes
 TEMPORARY = {"nodes": "tmp-nodes"}  # nothing is left in it by a run before
-IDLE = 10.0  # seconds in which no rank does anything: does it hang?
+RANKS_IDLE = 10.0  # seconds in which no rank does anything: does it hang?
 
 
 class Options(TypedDict):
@@ -114,7 +114,7 @@ def main(args: argparse.Namespace) -> int:
 def print_document(command: list[str], options: Options) -> int:
     """Print what was found as one JSON document; return the exit status.
 
-    command: the program, as `read` takes it.
+    command: the program, as `read_program` takes it.
     """
     given = command[1:] if command[:1] == ["--"] else command
     document: dict[str, Any] = {
@@ -126,7 +126,7 @@ def print_document(command: list[str], options: Options) -> int:
     out.interrupted = b""
     findings: Sequence[Finding] = ()
     try:
-        program = read(command)
+        program = read_program(command)
         document |= {"script": show_path(program.script),
                      "flags": [*program.flags]}
         report = examine(command, **options, out=out)
@@ -138,7 +138,7 @@ def print_document(command: list[str], options: Options) -> int:
         document["error"] = str(error)
         raise
     finally:
-        document["findings"] = [describe(finding, document["script"])
+        document["findings"] = [finding_to_json(finding, document["script"])
                                 for finding in findings]
         print(json.dumps(document, indent=2, allow_nan=False))
     if report.error:
@@ -146,7 +146,7 @@ def print_document(command: list[str], options: Options) -> int:
     return report.status
 
 
-def describe(finding: Finding, script: str) -> dict[str, Any]:
+def finding_to_json(finding: Finding, script: str) -> dict[str, Any]:
     """Return what JSON says of a finding. script: as the document names it.
     """
     return {"question": finding.question or None,
@@ -193,7 +193,8 @@ def examine(command: list[str], size: int, steps: int,
     """Run a script as one and as several processes, and compare.
 
     Args:
-        command: the script, or -m and a module, and its flags: see `read`.
+        command: the script, or -m and a module, and its flags: see
+            `read_program`.
         out: is told how far it has come, and the findings.
         Others: see `rankcheck.verify`; size is its n.
 
@@ -201,10 +202,10 @@ def examine(command: list[str], size: int, steps: int,
         NotCompared: ranks were idle for too long.
         UserError: the script could not be run.
     """
-    require(1 < size <= MOST and steps > 0,
-            f"-n must be 2 to {MOST}, and --steps 1 or more")
+    require(1 < size <= MOST_PROCESSES and steps > 0,
+            f"-n must be 2 to {MOST_PROCESSES}, and --steps 1 or more")
     require_torch()
-    program = read(command)
+    program = read_program(command)
     if device == "gpu":
         import torch
 
@@ -213,7 +214,8 @@ def examine(command: list[str], size: int, steps: int,
                 f"{size} processes, but this machine has {count}")
     data = scratch.read_script(program.script)
     preload = [*run.PRELOAD, *WATCHES, *(
-        name for name in PRELOAD if name.split(".")[0].encode() in data)]
+        name for name in PRELOAD_IF_NAMED
+        if name.split(".")[0].encode() in data)]
     resume_flags = split_flags(resume_with)
     with open_workspace(out.interrupted) as workspace:
         fork_server.get_servers(preload, size, 0)  # import torch meanwhile
@@ -232,7 +234,7 @@ def examine(command: list[str], size: int, steps: int,
                                 preload, out.say)
         script_runs = runs.Runs(experiment.start, size, steps, device,
                                 resume_flags)
-        verification = questions.verify(script_runs)
+        verification = questions.ask_questions(script_runs)
         findings = verification.findings
         if changed := workspace.files.changed():
             findings.append(warn(changed, sandbox.BY_WHOM,
@@ -309,11 +311,11 @@ class Experiment:
             script = program.script  # it is imported where it is installed
         # of how many steps the modules' outputs are recorded
         outputs = {"": 1, "frozen": self.size}.get(kind, 0)
-        hidden = {} if self.device == "gpu" else ON_CPU
+        hidden = {} if self.device == "gpu" else CPU_VARIABLES
         run = self.workspace.run(
             RunRecord(script), program.with_size(size, name, planned.flags),
             record_folder, self.say,
-            Budget(SECONDS, idle=IDLE, patience=self.patience,
+            Budget(SECONDS, idle=RANKS_IDLE, patience=self.patience,
                    steps=planned.steps),
             sandbox=copy, fix=FIX,
             env=TORCHRUN | scratch.quiet_environment(temporary, hidden),

@@ -29,7 +29,7 @@ SAME_SETTING = 1e-3
 
 # What a rank has recorded of a step; see rankcheck.record.rows
 StepRecord: TypeAlias = dict[str, Any]
-Find: TypeAlias = "Callable[[Comparison], Iterable[Finding]]"
+Answer: TypeAlias = "Callable[[Comparison], Iterable[Finding]]"
 
 # In the order in which they are asked: causes before their effects
 QUESTIONS: list[Question[Comparison]] = []
@@ -41,14 +41,14 @@ def shows_tensors(case: Comparison) -> bool:
 
 
 def question(title: str, where: Callable[[Comparison], bool] = shows_tensors
-             ) -> Callable[[Find], Find]:
+             ) -> Callable[[Answer], Answer]:
     """Ask the decorated function about a `Comparison`.
 
     Args:
         title: what is right where the answer is "ok".
         where: whether it is asked about a comparison.
     """
-    def add(find: Find) -> Find:
+    def add(find: Answer) -> Answer:
         QUESTIONS.append(Question(title, find, where))
         return find
 
@@ -212,7 +212,7 @@ class Comparison:
         return text
 
 
-def rows(records: Iterable[StepRecord]) -> list[str]:
+def samples_of(records: Iterable[StepRecord]) -> list[str]:
     """Return all samples of several steps, as often as they are read."""
     return [row for record in records for row in record["samples"]]
 
@@ -237,7 +237,7 @@ def compare_batches(case: Comparison) -> BatchComparison:
     """Compare the samples of each step of the first optimizer."""
     single = [set(record["samples"]) for record in case.single_steps
               if record["optimizer"] == 0]
-    multi = [set(rows(records)) for records in case.steps
+    multi = [set(samples_of(records)) for records in case.steps
              if records[0]["optimizer"] == 0]
     if not case.single_process_run:
         return BatchComparison(None, reason="it does not train with 1 process")
@@ -275,7 +275,7 @@ def left_out(record: RankRecord) -> list[int]:
     return sorted([*record.skipped_steps, *record.discarded_steps])
 
 
-def decisions(record: RankRecord) -> list[str]:
+def gradient_decisions(record: RankRecord) -> list[str]:
     """Return what a rank did with its gradients, time after time.
 
     "makes" for a step, else how it was left out.
@@ -298,7 +298,7 @@ def find_skips(run: RunRecord) -> list[Finding]:
     gradients away: it may have computed those for itself, as in a profile.
     """
     # one that has died has left no record
-    each = {rank: decisions(record)
+    each = {rank: gradient_decisions(record)
             for rank, record in enumerate(run.records) if record}
     ended = {rank for rank in each if run.facts("left", rank)}
     first = min(each, default=0)
@@ -397,7 +397,7 @@ def makes_up(case: Comparison) -> bool:
     known: set[bytes] = set()
     counts = [count for count in range(1, case.size + 1)
               if case.size % count == 0]
-    for name, tensor in first_weights(case.single_process_run.record_of(0)):
+    for name, tensor in initial_weights(case.single_process_run.record_of(0)):
         shape = case.single_process_run.record_of(0).shapes[name]
         if tensor.numel() != torch.Size(shape).numel():
             return False  # it is too large to be kept whole
@@ -407,11 +407,11 @@ def makes_up(case: Comparison) -> bool:
                 known |= {as_bytes(part) for part in chunks}
     return all(as_bytes(tensor) in known
                for record in case.multi_process_run.all_records
-               for name, tensor in first_weights(record)
+               for name, tensor in initial_weights(record)
                if name in case.hand_sharded)
 
 
-def first_weights(record: RankRecord) -> Iterator[tuple[str, torch.Tensor]]:
+def initial_weights(record: RankRecord) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the values of each whole tensor, as a rank begins.
     """
     for step in record.steps:

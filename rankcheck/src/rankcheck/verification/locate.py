@@ -15,7 +15,7 @@ from rankcheck.record.rank_record import RankRecord, RecordedOutputs
 # Of a sample's part of an output, relative to the length of all: what rounding
 # makes of it is below the first: measured on a transformer of 24 layers, 1e-6
 # in fp32 and 4e-6 in bf16. What is between them may be either.
-AGREES, DIFFERS = 3e-5, 1e-4
+SAME_OUTPUT, OTHER_OUTPUT = 3e-5, 1e-4
 
 Axis: TypeAlias = Literal["rows", "columns"]  # of a tensor, with the samples
 
@@ -91,7 +91,7 @@ class Recorded(NamedTuple):
     kinds: dict[ModuleOutput, str]
 
 
-def read(record: RecordedOutputs | None) -> Recorded:
+def sort_outputs(record: RecordedOutputs | None) -> Recorded:
     """Sort what rankcheck.record.outputs has recorded on a rank."""
     found: dict[ModuleOutput, Sketches] = defaultdict(
         lambda: defaultdict(dict))
@@ -131,8 +131,8 @@ def compare_outputs(ranks: Sequence[RankRecord], single: RankRecord,
     for record in (*ranks, single):
         if record.outputs_error:
             return OutputComparison((), error=record.outputs_error)
-    expected, kinds = read(single.outputs)
-    each = [read(record.outputs).sketches for record in ranks]
+    expected, kinds = sort_outputs(single.outputs)
+    each = [sort_outputs(record.outputs).sketches for record in ranks]
     agreeing: list[ModuleOutput] = []
     unsure, last = False, None
     for output in expected:
@@ -140,18 +140,18 @@ def compare_outputs(ranks: Sequence[RankRecord], single: RankRecord,
             continue
         errors: dict[int, float] = {}  # of the ranks that have it
         for rank, sketches in enumerate(each):
-            error = error_of(sketches.get(output), expected[output], axis)
+            error = output_error(sketches.get(output), expected[output], axis)
             if error is not None:
                 errors[rank] = error
         if not errors:
             continue
         last = output
-        if max(errors.values()) > DIFFERS * tolerance_factor:
+        if max(errors.values()) > OTHER_OUTPUT * tolerance_factor:
             differing = tuple(rank for rank, error in errors.items()
-                              if error > DIFFERS * tolerance_factor)
+                              if error > OTHER_OUTPUT * tolerance_factor)
             return OutputComparison(tuple(agreeing), output, differing, kinds,
                                     unsure)
-        if max(errors.values()) > AGREES * tolerance_factor:
+        if max(errors.values()) > SAME_OUTPUT * tolerance_factor:
             unsure = True
         agreeing.append(output)
     return OutputComparison(tuple(agreeing), kinds=kinds, unsure=unsure,
@@ -165,8 +165,8 @@ def holds_part(output: ModuleOutput, hand_sharded: frozenset[str]) -> bool:
     return output.name in owners
 
 
-def error_of(actual: Sketches | None, expected: Sketches, axis: Axis
-             ) -> float | None:
+def output_error(actual: Sketches | None, expected: Sketches, axis: Axis
+                 ) -> float | None:
     """Return how far off an output is for the samples of both.
 
     As the view shows it in which that is least; None if both have no samples,
@@ -178,20 +178,21 @@ def error_of(actual: Sketches | None, expected: Sketches, axis: Axis
         recorded = actual.get(view, {})
         both = [sample for sample in values if sample in recorded]
         if view.axis == axis and both:
-            errors.append(distance([recorded[sample] for sample in both],
-                                   [values[sample] for sample in both]))
+            errors.append(sketch_distance([recorded[sample] for sample
+                                           in both],
+                                          [values[sample] for sample in both]))
     for view, values in expected.items():
         passes = [*actual.get(view, {}).values()]
         if errors and view.axis == "whole" and passes:
             # what is the same in each pass is no matter of the samples
             first, *others = values.values()
             several = [*others, *passes]
-            errors.append(distance(several, [first] * len(several)))
+            errors.append(sketch_distance(several, [first] * len(several)))
     return min(errors, default=None)
 
 
-def distance(actual: list[torch.Tensor],
-             expected: list[torch.Tensor]) -> float:
+def sketch_distance(actual: list[torch.Tensor],
+                    expected: list[torch.Tensor]) -> float:
     """Return the largest difference of sketches, relative to their lengths.
     """
     found, known = torch.stack(actual), torch.stack(expected)
@@ -221,7 +222,7 @@ def explain_outputs(found: OutputComparison) -> str:
             before += f", so look in that module or between it and {last}"
         return ("the first module whose output differs for the same samples: "
                 f"{name_module(found.first, found.kinds)}, on "
-                f"{join_ranks(found.ranks)}; {before}")
+                f"{number_ranks(found.ranks)}; {before}")
     if not modules or found.unsure:
         return ""
     if not found.whole:
@@ -233,7 +234,7 @@ def explain_outputs(found: OutputComparison) -> str:
     return f"for the same samples, outputs of all {modules} modules match"
 
 
-def join_ranks(ranks: Sequence[int]) -> str:
+def number_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     text = f"ranks {', '.join(map(str, ranks[:4]))}"

@@ -67,7 +67,7 @@ class Program:
             "{run}", run) for flag in (*self.flags, *more)]
 
 
-def read(command: Iterable[str]) -> Program:
+def read_program(command: Iterable[str]) -> Program:
     """Read a command line, of which one -- is verify's.
 
     It comes before the script, or else right behind it.

@@ -14,13 +14,13 @@ from rankcheck.system.errors import NotCompared
 
 STOOD_IN = ("check whether this happens on GPUs as well: they were simulated "
             "on the CPU, as the script does not run without them")
-AGAIN = ("put {run} in the path, which verify replaces with a new name in "
-         "each of its runs: --run-dir /tmp/run-{run}")
-FIXES = (  # words of the error with which the script has ended
+NAME_RUNS = ("put {run} in the path, which verify replaces with a new name in "
+             "each of its runs: --run-dir /tmp/run-{run}")
+ERROR_FIXES = (  # words of the error with which the script has ended
     ("finished reduction in the prior iteration", "remove parameters that "
      "get no gradient, for which DDP waits, or set "
      "find_unused_parameters=True"),
-    ("FileExistsError", AGAIN),
+    ("FileExistsError", NAME_RUNS),
     ("attempted relative import", "run it as a module, from the "
      "folder that holds the package: rankcheck verify -- -m package.module"))
 SPAWNS = ("read RANK and WORLD_SIZE from the environment, and do not call "
@@ -40,7 +40,7 @@ class RunKind:
     prefix: str = ""
 
 
-RUNS = {
+RUN_KINDS = {
     "single": RunKind(False, "with 1 process, "),
     "multi": RunKind(True, "with {size} processes, "),
     # with frozen weights, and with as many steps as read the same samples:
@@ -115,7 +115,7 @@ class Runs:
         """Return a run, and make it unless that was done.
 
         Args:
-            name: of `RUNS`.
+            name: of `RUN_KINDS`.
             flags: of the script, beside its own.
             fewer: by how many steps it ends earlier than others.
 
@@ -123,7 +123,7 @@ class Runs:
             NotCompared: the ranks were idle for too long, in a run without
                 which nothing is compared.
         """
-        kind, key = RUNS[name], (name, self.gpus)
+        kind, key = RUN_KINDS[name], (name, self.gpus)
         if key in self.outcomes:
             return self.outcomes[key]
         size = self.size if kind.is_multi_process else 1
@@ -136,7 +136,7 @@ class Runs:
         try:
             run = self.start(planned)
             outcome = RunOutcome(
-                run, how_it_ends(run, kind.prefix.format(size=size)))
+                run, explain_end(run, kind.prefix.format(size=size)))
         except NotCompared as error:
             if is_compared and (name, False) not in self.outcomes:
                 raise  # nothing is compared without it
@@ -170,7 +170,7 @@ class Runs:
         return RunOutcome(other, fails)
 
 
-def how_it_ends(run: RunRecord, prefix: str = "") -> Finding | None:
+def explain_end(run: RunRecord, prefix: str = "") -> Finding | None:
     """Return a finding if a run failed or made no step, else None.
 
     prefix: how the finding's sentence begins.
@@ -178,7 +178,7 @@ def how_it_ends(run: RunRecord, prefix: str = "") -> Finding | None:
     finding = explain(run)
     if finding:
         finding.sentence.insert(0, prefix)
-        for error, fix in FIXES:
+        for error, fix in ERROR_FIXES:
             if error in finding.error:
                 finding.fix = [fix]
                 break

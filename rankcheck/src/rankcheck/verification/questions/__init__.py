@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from rankcheck.engine.findings import Finding, Proof
 from rankcheck.engine.questions import ask_all
-from rankcheck.verification.choice import UNSEEDED, choose
+from rankcheck.verification.choice import UNSEEDED, choose_runs
 from rankcheck.verification.comparison import QUESTIONS, Comparison
 
 from rankcheck.verification.questions import (  # isort: skip
@@ -20,9 +20,9 @@ from rankcheck.verification.questions import (  # isort: skip
     side_effects, nodes, resume)
 from rankcheck.verification.runs import Runs
 
-__all__ = ["QUESTIONS", "initial_state", "nodes", "optimizers", "resume",
-           "samples", "side_effects", "single_process", "synchronization",
-           "verify"]
+__all__ = ["QUESTIONS", "ask_questions", "initial_state", "nodes",
+           "optimizers", "resume", "samples", "side_effects",
+           "single_process", "synchronization"]
 
 
 # What has to be shown for status 0, and what is said where it was not.
@@ -49,9 +49,9 @@ class Verification:
     internal_errors: list[str]
 
 
-def verify(runs: Runs) -> Verification:
+def ask_questions(runs: Runs) -> Verification:
     """Make the runs that have to be compared, and ask all questions."""
-    choice = choose(runs)
+    choice = choose_runs(runs)
     comparison, findings = choice.comparison, choice.findings
     if comparison is None:
         return Verification(findings, [f"everything else: {choice.reason}"],

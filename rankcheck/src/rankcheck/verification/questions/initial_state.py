@@ -23,11 +23,11 @@ from rankcheck.verification.comparison import (
     as_bytes,
     find_extra,
     find_skips,
-    first_weights,
+    initial_weights,
     question,
 )
 from rankcheck.verification.questions.records import StepRecords, flatten
-from rankcheck.verification.runs import AGAIN
+from rankcheck.verification.runs import NAME_RUNS
 
 # Relative error of all first weights as one vector, up to which they are
 # equal. The same seed gives the same bits, so only rounding is left; one step
@@ -53,7 +53,7 @@ def verify_leftover_files(case: Comparison) -> list[Finding]:
         return []
     names = ", ".join(sorted({Path(path).name for path in reused})[:3])
     return [fail(f"this run loads {names}, which an earlier run of verify "
-                 "saved", AGAIN, kind="reused-files")]
+                 "saved", NAME_RUNS, kind="reused-files")]
 
 
 @question("weights and losses are finite, and gradients are not all 0")
@@ -178,7 +178,7 @@ def verify_hand_sharded_parts(case: Comparison) -> list[Finding]:
     whole = case.single_process_run.record_of(0).shapes
     values: dict[str, set[bytes]] = {}
     for record in case.multi_process_run.all_records:
-        for name, tensor in first_weights(record):
+        for name, tensor in initial_weights(record):
             numbers = tensor.flatten()  # one number may be a parameter
             is_constant = bool((numbers == numbers[:1]).all())
             if name in case.hand_sharded and not is_constant:
@@ -231,7 +231,7 @@ def verify_initial_weights(case: Comparison) -> list[Finding]:
                      or "parameters are hand-sharded"},
             numbers={"parameters": len(case.hand_sharded)},
             kind="hand-sharded-parameters")]
-    if not begin_alike(firsts[0], case.single_steps[:1]):
+    if not begin_as_single(firsts[0], case.single_steps[:1]):
         return [other_start(case, firsts[0])]
     states = [records[0]["before"] for records in firsts]  # rank 0's
     count = sum(len(state["plain"]) + len(state["sharded"])
@@ -240,7 +240,7 @@ def verify_initial_weights(case: Comparison) -> list[Finding]:
                numbers={"parameters": count}, kind="equal-initial-weights")]
 
 
-def begin_alike(records: StepRecords, single: StepRecords) -> bool:
+def begin_as_single(records: StepRecords, single: StepRecords) -> bool:
     """Return whether the first weights are those of one process.
 
     Weights of other shapes are not compared: they count as the same.

@@ -30,13 +30,13 @@ from rankcheck.verification.comparison import (
     flat,
     off,
     question,
-    rows,
+    samples_of,
 )
 from rankcheck.verification.questions.initial_state import SAME_START
 from rankcheck.verification.questions.optimizers import (
     by_parameter,
-    differences,
-    show,
+    find_other_settings,
+    format_values,
 )
 from rankcheck.verification.questions.records import (
     Opener,
@@ -53,7 +53,7 @@ NOT_YET = "not tried"
 
 # Steps that are watched: one with the first weights, and one with what the
 # first step has made of them.
-STEPS = 2
+WATCHED_STEPS = 2
 
 # Share of a step's samples that may repeat beyond those on one node. Random
 # draws repeat some by chance. A choice, not a measurement: of fewer than 20
@@ -62,13 +62,14 @@ CHANCE = 0.05
 
 # Relative difference above which a step has another number of samples than
 # on one node. A choice, not a measurement.
-OTHER_SIZE = 0.1
+OTHER_NODE_SIZE = 0.1
 
 # Folders that each node usually has for itself. A guess: a site may share one
 # of them, or have local folders elsewhere.
-LOCAL = ("/tmp/", "/var/tmp/", "/dev/shm/", "/local/", "/scratch/local/")
-RANKS = ("RANK and WORLD_SIZE are global, LOCAL_RANK and LOCAL_WORLD_SIZE are "
-         "per node")
+LOCAL_FOLDERS = ("/tmp/", "/var/tmp/", "/dev/shm/", "/local/",
+                 "/scratch/local/")
+GLOBAL_RANKS = ("RANK and WORLD_SIZE are global, LOCAL_RANK and "
+                "LOCAL_WORLD_SIZE are per node")
 
 
 def why_not(case: Comparison) -> str:
@@ -157,7 +158,8 @@ def all_on_the_first(case: Comparison) -> bool:
           where=lambda case: why_not(case) == NOT_YET)
 def verify_two_nodes(case: Comparison) -> Iterator[Finding]:
     """Answer whether the ranks train as two nodes as they do on one."""
-    run, ended = case.runs("nodes", fewer=max(0, case.runs.steps - STEPS))
+    run, ended = case.runs("nodes",
+                           fewer=max(0, case.runs.steps - WATCHED_STEPS))
     if ended and run.gave_up == "waits":
         yield ended
         return
@@ -175,22 +177,24 @@ def verify_two_nodes(case: Comparison) -> Iterator[Finding]:
         if not ended.fix_text:
             ended.fix = [
                 "check what depends on the node: on one node it runs; "
-                f"{RANKS}"]
+                f"{GLOBAL_RANKS}"]
         ended.learned = {"nodes": ""}
         yield ended
         return
     both = TwoNodes(case, run)
-    found = [*samples(both), *samplers(both), *weights(both),
-             *optimizer_settings(both)]
+    found = [*compare_samples(both), *compare_samplers(both),
+             *compare_weights(both),
+             *compare_settings(both)]
     if not found:
-        found = gradients(both)
+        found = compare_gradients(both)
     if not found:
         found = [ok("on two nodes the ranks' weights and gradients are as "
                     "equal as on one, and no more samples are read twice, in "
                     f"{counted(both.pairs, 'step')}",
                     kind="nodes-equal")]
     found[0].learned = {"nodes": ""}
-    yield from (*found, *files(both), *caches(both), *devices(both))
+    yield from (*found, *compare_files(both), *compare_caches(both),
+                *compare_devices(both))
 
 
 def refuses(ended: Finding, script: Path) -> bool:
@@ -209,10 +213,10 @@ def refuses(ended: Finding, script: Path) -> bool:
         r"\bn_?nodes\b|\bGROUP_(WORLD_SIZE|RANK)\b", text, re.IGNORECASE))
 
 
-def samples(both: TwoNodes) -> list[Finding]:
+def compare_samples(both: TwoNodes) -> list[Finding]:
     """Say whether more of them are read by several ranks, or others at all."""
     for step, pair in enumerate(both.pairs):
-        two, one = rows(pair[0]), rows(pair[1])
+        two, one = samples_of(pair[0]), samples_of(pair[1])
         if not two or not one:
             continue
         twice = len(two) - len(set(two))
@@ -221,20 +225,21 @@ def samples(both: TwoNodes) -> list[Finding]:
             return [fail(
                 f"on two nodes, in step {step}, {twice} of {len(two)} samples "
                 f"are read by several ranks (on one node: {twice_before})",
-                f"divide the data by global numbers: {RANKS}", numbers={
+                f"divide the data by global numbers: {GLOBAL_RANKS}", numbers={
                     "shared": twice, "samples": len(two)},
                 kind="nodes-shared-samples")]
-        if abs(len(two) / len(one) - 1) > OTHER_SIZE:
+        if abs(len(two) / len(one) - 1) > OTHER_NODE_SIZE:
             return [warn(
                 f"on two nodes the global batch size is {len(two)}, but on "
                 f"one node {len(one)}", "derive the batch size and the "
-                f"accumulation from WORLD_SIZE, not LOCAL_WORLD_SIZE: {RANKS}",
+                "accumulation from WORLD_SIZE, not LOCAL_WORLD_SIZE: "
+                f"{GLOBAL_RANKS}",
                 numbers={"samples": len(two), "single": len(one)},
                 kind="nodes-batch-size")]
     return []
 
 
-def samplers(both: TwoNodes) -> list[Finding]:
+def compare_samplers(both: TwoNodes) -> list[Finding]:
     """Say whether they have other seeds, or take parts of other data."""
     for name, kind in ("seed", "seeds"), ("subset", "subsets of the data"):
         one = sampler_values(both.case.multi_process_run, both.case.size, name)
@@ -243,7 +248,7 @@ def samplers(both: TwoNodes) -> list[Finding]:
             return [fail(
                 f"on two nodes the ranks' DistributedSamplers have different "
                 f"{kind}, so together they do not read each sample once",
-                f"check whether that depends on the node: {RANKS}",
+                f"check whether that depends on the node: {GLOBAL_RANKS}",
                 kind="nodes-sampler")]
     return []
 
@@ -259,7 +264,7 @@ def sampler_values(run: RunRecord, size: int, name: str) -> set[object]:
     return {getattr(start, name) for start in firsts}
 
 
-def weights(both: TwoNodes) -> list[Finding]:
+def compare_weights(both: TwoNodes) -> list[Finding]:
     """Say whether the ranks have different ones, or different gradients."""
     for key, name, when in (("before", "weights", "before"),
                             ("gradients", "gradients", "in"),
@@ -275,12 +280,12 @@ def weights(both: TwoNodes) -> list[Finding]:
                     f"on two nodes, {when} step {step}, the {name} of rank "
                     f"{rank} differ from rank 0's: "
                     f"{both.case.named(whole.unequal)}",
-                    f"look for what only a local rank does: {RANKS}",
+                    f"look for what only a local rank does: {GLOBAL_RANKS}",
                     ranks=sorted(whole.differing), kind="nodes-unequal-ranks")]
     return []
 
 
-def optimizer_settings(both: TwoNodes) -> list[Finding]:
+def compare_settings(both: TwoNodes) -> list[Finding]:
     """Say whether the optimizers are told something else."""
     for step, (two, one) in enumerate(both.pairs):
         for record, expected in zip(two, one, strict=True):
@@ -290,20 +295,22 @@ def optimizer_settings(both: TwoNodes) -> list[Finding]:
                     f"on two nodes the learning rate is {rates[0]:.3g} in "
                     f"step {step}, but {good_rates[0]:.3g} on one node",
                     "check whether it depends on LOCAL_WORLD_SIZE: "
-                    f"{RANKS}",
+                    f"{GLOBAL_RANKS}",
                     kind="nodes-learning-rate")]
-    found = differences(by_parameter(both.run.record_of(0)),
-                        by_parameter(both.case.multi_process_run.record_of(0)))
+    one_node = both.case.multi_process_run.record_of(0)
+    found = find_other_settings(by_parameter(both.run.record_of(0)),
+                                by_parameter(one_node))
     for difference, names in found.items():
         return [warn(
             f"on two nodes the {difference.setting} of "
-            f"{both.case.named(names)} is {show(difference.value)}, but "
-            f"{show(difference.other)} on one node",
-            f"use the same settings: {RANKS}", kind="nodes-optimizer-setting")]
+            f"{both.case.named(names)} is {format_values(difference.value)}, "
+            f"but {format_values(difference.other)} on one node",
+            f"use the same settings: {GLOBAL_RANKS}",
+            kind="nodes-optimizer-setting")]
     return []
 
 
-def gradients(both: TwoNodes) -> list[Finding]:
+def compare_gradients(both: TwoNodes) -> list[Finding]:
     """Say whether they are the same for the same weights and samples.
 
     Only where a single process and the ranks on one node agree: so nothing
@@ -315,9 +322,10 @@ def gradients(both: TwoNodes) -> list[Finding]:
         return []
     pairs = both.pairs[:case.compared_steps]
     for step, (two, one) in enumerate(pairs):
-        if sorted(rows(two)) != sorted(rows(one)) or not rows(two):
+        samples, of_one = samples_of(two), samples_of(one)
+        if not samples or sorted(samples) != sorted(of_one):
             return []
-        if step == 0 and not begin_alike(two, one):
+        if step == 0 and not have_same_weights(two, one):
             return []
         on_two = put_together(two, "gradients").tensors
         on_one = put_together(one, "gradients").tensors
@@ -340,7 +348,7 @@ def gradients(both: TwoNodes) -> list[Finding]:
             return [fail(
                 f"on two nodes, in step {step}, the gradients {difference}, "
                 "for the same samples", "look for a factor, or a process "
-                f"group, that depends on LOCAL_WORLD_SIZE: {RANKS}",
+                f"group, that depends on LOCAL_WORLD_SIZE: {GLOBAL_RANKS}",
                 numbers=numbers,
                 kind="nodes-gradients-differ")]
     return [ok("on two nodes the gradients match those on one, in "
@@ -349,7 +357,7 @@ def gradients(both: TwoNodes) -> list[Finding]:
                kind="nodes-gradients-match")]
 
 
-def begin_alike(two: StepRecords, one: StepRecords) -> bool:
+def have_same_weights(two: StepRecords, one: StepRecords) -> bool:
     """Return whether the ranks have the same weights before a step."""
     known_two = [record for record in two if record["before"]]
     known_one = [record for record in one if record["before"]]
@@ -358,7 +366,7 @@ def begin_alike(two: StepRecords, one: StepRecords) -> bool:
     return error <= SAME_START  # neither nan nor infinity is
 
 
-def files(both: TwoNodes) -> Iterator[Finding]:
+def compare_files(both: TwoNodes) -> Iterator[Finding]:
     """Yield a warning for the files of which each node has a writer.
 
     Only of openers that write as one rank on one node.
@@ -401,10 +409,10 @@ def is_local(path: str, run: RunRecord) -> bool:
     if path.startswith(f"{run.copy}/"):
         return False
     temporary = f"{Path(run.copy).parent}/tmp-nodes/"
-    return path.startswith((*LOCAL, temporary))
+    return path.startswith((*LOCAL_FOLDERS, temporary))
 
 
-def caches(both: TwoNodes) -> list[Finding]:
+def compare_caches(both: TwoNodes) -> list[Finding]:
     """Say whether a rank reads what the other node alone has written.
 
     Only of files in a folder that each node usually has for itself.
@@ -440,7 +448,7 @@ def reads_of_other_node(run: RunRecord, rank: int, path: str, opener: int
     return finding
 
 
-def devices(both: TwoNodes) -> list[Finding]:
+def compare_devices(both: TwoNodes) -> list[Finding]:
     """Say whether a rank takes the number of a GPU that its node lacks.
 
     It is seen where a CPU stands in for GPUs: a node has one for each of its

@@ -12,7 +12,7 @@ from rankcheck.verification.comparison import (
     Comparison,
     are_close,
     question,
-    rows,
+    samples_of,
 )
 
 WORDS = {"lr": "learning rate", "weight_decay": "weight decay"}
@@ -20,7 +20,7 @@ UNNAMED = "parameter "  # a rank may have another in its place
 SCALED = ("eps",)  # it may be multiplied as the gradients are
 
 # Name of a parameter -> setting -> its numbers: one, or two as of betas.
-Settings: TypeAlias = dict[str, dict[str, tuple[float, ...]]]
+OptimizerSettings: TypeAlias = dict[str, dict[str, tuple[float, ...]]]
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Difference:
         verb = "is"
         if name == "betas":
             verb = "are"
-        return (f"{name} of {names} {verb} {show(self.value)}, but "
-                f"{show(self.other)} {whose}")
+        return (f"{name} of {names} {verb} {format_values(self.value)}, but "
+                f"{format_values(self.other)} {whose}")
 
 
 @question("optimizer settings are those of the single-process run")
@@ -55,7 +55,7 @@ def verify_settings(case: Comparison) -> Iterator[Finding]:
     ranks = [by_parameter(record)
              for record in case.multi_process_run.all_records]
     for rank, own in enumerate(ranks):
-        found = differences(own, ranks[0], between_ranks=True)
+        found = find_other_settings(own, ranks[0], between_ranks=True)
         if found:
             first, names = next(iter(found.items()))
             text = first.describe(case.named(names), "on rank 0")
@@ -68,12 +68,12 @@ def verify_settings(case: Comparison) -> Iterator[Finding]:
     if not case.single_process_run:
         return
     single = by_parameter(case.single_process_run.record_of(0))
-    for difference, names in differences(ranks[0], single).items():
-        yield judge(case, difference, names)
+    for difference, names in find_other_settings(ranks[0], single).items():
+        yield explain_setting(case, difference, names)
 
 
-def judge(case: Comparison, difference: Difference, names: list[str]
-          ) -> Finding:
+def explain_setting(case: Comparison, difference: Difference, names: list[str]
+                    ) -> Finding:
     """Say whether a setting may be another one than with one process."""
     text = f"the {difference.describe(case.named(names), 'with 1 process')}"
     if difference.setting == "lr":
@@ -101,13 +101,14 @@ def judge(case: Comparison, difference: Difference, names: list[str]
 def has_same_batch(case: Comparison) -> bool:
     """Return whether the first step has as many samples as one process's.
     """
-    count = len(rows(case.steps[0]))
-    single_count = len(rows(case.single_steps[:1]))
+    count = len(samples_of(case.steps[0]))
+    single_count = len(samples_of(case.single_steps[:1]))
     return not case.frozen_run and count == single_count > 0
 
 
-def differences(own: Settings, other: Settings, *,
-                between_ranks: bool = False) -> dict[Difference, list[str]]:
+def find_other_settings(own: OptimizerSettings, other: OptimizerSettings, *,
+                        between_ranks: bool = False) -> dict[Difference,
+                                                             list[str]]:
     """Return what is set otherwise for parameters that both have.
 
     Rates are the same if all are the same multiple of the others': that of
@@ -138,7 +139,7 @@ def differences(own: Settings, other: Settings, *,
     return found
 
 
-def rate_factor(own: Settings, other: Settings) -> float:
+def rate_factor(own: OptimizerSettings, other: OptimizerSettings) -> float:
     """Return by how much the rate of the first parameter is multiplied.
 
     The first is that of both which has a rate other than 0.
@@ -150,9 +151,9 @@ def rate_factor(own: Settings, other: Settings) -> float:
     return 1.0
 
 
-def by_parameter(record: RankRecord) -> Settings:
+def by_parameter(record: RankRecord) -> OptimizerSettings:
     """Return the settings of all optimizers of a rank, by parameter."""
-    found: Settings = {}
+    found: OptimizerSettings = {}
     for groups in record.settings:  # of one optimizer
         for group in groups:
             for name in group["names"]:
@@ -161,6 +162,6 @@ def by_parameter(record: RankRecord) -> Settings:
     return found
 
 
-def show(values: tuple[float, ...]) -> str:
+def format_values(values: tuple[float, ...]) -> str:
     """Return the numbers of a setting in words."""
     return " and ".join(f"{value:.4g}" for value in values)

@@ -29,11 +29,11 @@ from rankcheck.verification.questions.records import StepRecords, flatten
 # Relative error up to which a state is the one that was saved. A checkpoint
 # keeps the bits, so only rounding is left; one step of fp32 is 1.2e-7. A
 # choice, not a measurement: weights that are saved in bf16 are reported.
-SAME = 1e-6
+SAME_STATE = 1e-6
 
 # Relative error up to which losses, weights and buffers after the resume are
 # those of the run that was not interrupted. A choice, not a measurement.
-CLOSE = 1e-4
+CLOSE_LATER = 1e-4
 
 
 @question("a resume restores everything",
@@ -64,18 +64,19 @@ def verify_resume(case: Comparison) -> list[Finding]:
     repeats = are_alike(stopped, whole)
     if repeats:
         good = good + whole[len(stopped):]
-    drawn = random_numbers(before, good, back)
+    drawn = restored_generators(before, good, back)
     lost = drawn[0].ranks
-    findings = [*weights(before, good, back), *kept(case, good, back),
-                *learning_rates(before, good, back), *drawn,
-                *position(before, good, back, lost)]
+    findings = [*restored_weights(before, good, back),
+                *restored_states(case, good, back),
+                *restored_rates(before, good, back), *drawn,
+                *restored_position(before, good, back, lost)]
     if not repeats:
         findings.append(warn(
             "only the next step was compared: two runs with the same flags "
             "differ", "set a seed, and use {run} in the flag that names the "
             "run's folder", kind="resume-next-step-only"))
     elif not any(finding.verdict == "FAIL" for finding in findings):
-        findings += afterwards(good, back, lost)
+        findings += later_steps(good, back, lost)
     for finding in findings:
         finding.sentence.insert(
             0, f"resuming after {count_of(made, 'step')}: ")
@@ -107,10 +108,10 @@ def are_alike(stopped: Sequence[StepRecords],
     They do if they begin with the same weights, and then have the same samples
     and rates: losses and weights that differ by then are not looked at.
     """
-    if not error_of(stopped[0], whole[0], "before") <= SAME:
+    if not record_error(stopped[0], whole[0], "before") <= SAME_STATE:
         return False
     for records, others in zip(stopped, whole, strict=False):
-        if samples(records) != samples(others):
+        if count_samples(records) != count_samples(others):
             return False
         for record, other in zip(records, others, strict=True):
             if record["rates"] != other["rates"]:
@@ -118,12 +119,12 @@ def are_alike(stopped: Sequence[StepRecords],
     return True
 
 
-def samples(records: StepRecords) -> Counter[str]:
+def count_samples(records: StepRecords) -> Counter[str]:
     """Return how often the ranks read each sample."""
     return Counter(flatten(record["rows"] for record in records))
 
 
-def error_of(records: StepRecords, good: StepRecords, key: str) -> float:
+def record_error(records: StepRecords, good: StepRecords, key: str) -> float:
     """Return the relative error of what the ranks have recorded.
 
     Args:
@@ -143,8 +144,9 @@ def first_step_records(
     return [*found.values()]
 
 
-def weights(before: Sequence[StepRecords], good: Sequence[StepRecords],
-            back: Sequence[StepRecords]) -> list[Finding]:
+def restored_weights(before: Sequence[StepRecords],
+                     good: Sequence[StepRecords],
+                     back: Sequence[StepRecords]) -> list[Finding]:
     """Say whether the weights are restored.
 
     Args:
@@ -153,12 +155,12 @@ def weights(before: Sequence[StepRecords], good: Sequence[StepRecords],
         back: those of the resumed run. So below.
     """
     for records, resumed in first_step_records(good, back):
-        error = error_of(resumed, records, "before")
-        if error <= SAME:  # nan is not
+        error = record_error(resumed, records, "before")
+        if error <= SAME_STATE:  # nan is not
             continue
         begin = first_of_optimizer(before, records)
         text = f"the weights have a relative error of {percent(error)}"
-        if error_of(resumed, begin, "before") < SAME:
+        if record_error(resumed, begin, "before") < SAME_STATE:
             text = "the weights were re-initialized, not restored"
         return [fail(text, "load them: model.load_state_dict(...)",
                      kind="weights-not-restored")]
@@ -175,8 +177,8 @@ def first_of_optimizer(before: Sequence[StepRecords], records: StepRecords
     return records
 
 
-def kept(case: Comparison, good: Sequence[StepRecords],
-         back: Sequence[StepRecords]) -> list[Finding]:
+def restored_states(case: Comparison, good: Sequence[StepRecords],
+                    back: Sequence[StepRecords]) -> list[Finding]:
     """Say whether the optimizers' states are restored.
 
     That are moments, and the number of their steps.
@@ -207,7 +209,7 @@ def kept(case: Comparison, good: Sequence[StepRecords],
                              f"{state} has another shape", load,
                              kind="optimizer-not-restored")]
             error = relative_error({key: value}, {key: expected})
-            if not error <= SAME:
+            if not error <= SAME_STATE:
                 text = f"has a relative error of {percent(error)}"
                 if value.numel() == 1:
                     text = f"is {value.item():g}, not {expected.item():g}"
@@ -220,7 +222,7 @@ def kept(case: Comparison, good: Sequence[StepRecords],
                f"({', '.join(sorted(names))})", kind="optimizer-restored")]
 
 
-def learning_rates(before: Sequence[StepRecords], good: Sequence[StepRecords],
+def restored_rates(before: Sequence[StepRecords], good: Sequence[StepRecords],
                    back: Sequence[StepRecords]) -> list[Finding]:
     """Say whether the learning rate schedule is restored."""
     for i, (records, resumed) in enumerate(zip(good, back, strict=False)):
@@ -250,7 +252,7 @@ def describe_rates(rates: Sequence[float], expected: Sequence[float]) -> str:
         return (f"the optimizer has {counted(rates, 'learning rate')}, not "
                 f"{len(expected)}")
     for rate, good in zip(rates, expected, strict=True):
-        if not abs(rate - good) <= SAME * abs(good):  # nan is not
+        if not abs(rate - good) <= SAME_STATE * abs(good):  # nan is not
             return f"the learning rate is {rate:.6g}, not {good:.6g}"
     return ""
 
@@ -279,26 +281,27 @@ def severity(good: Sequence[StepRecords], lost: Sequence[int]
     return fail
 
 
-def position(before: Sequence[StepRecords], good: Sequence[StepRecords],
-             back: Sequence[StepRecords], lost: Sequence[int]
-             ) -> list[Finding]:
+def restored_position(before: Sequence[StepRecords],
+                      good: Sequence[StepRecords],
+                      back: Sequence[StepRecords], lost: Sequence[int]
+                      ) -> list[Finding]:
     """Say whether the data position is restored.
 
     Args:
         lost: as in `severity`.
     """
-    if not samples(good[0]):
+    if not count_samples(good[0]):
         return [warn("the data position was not seen", "give the model "
                      "tensors whose rows are samples",
                      kind="position-not-seen")]
     for i, (records, resumed) in enumerate(zip(good, back, strict=False)):
-        read = samples(resumed)
-        if samples(records) == read:
+        read = count_samples(resumed)
+        if count_samples(records) == read:
             continue
         fix = ("save the data position and the seed of the order, and skip "
                "what was read")
         for number, earlier in enumerate(before):
-            if samples(earlier) == read:
+            if count_samples(earlier) == read:
                 return [fail(f"{name_step(i)} it reads the samples of "
                              f"step {number} again", fix,
                              numbers={"repeats": number},
@@ -312,8 +315,9 @@ def position(before: Sequence[StepRecords], good: Sequence[StepRecords],
                kind="position-restored")]
 
 
-def random_numbers(before: Sequence[StepRecords], good: Sequence[StepRecords],
-                   back: Sequence[StepRecords]) -> list[Finding]:
+def restored_generators(before: Sequence[StepRecords],
+                        good: Sequence[StepRecords],
+                        back: Sequence[StepRecords]) -> list[Finding]:
     """Say whether the RNG states are restored.
 
     Only of those that the script has used between two steps: a generator is
@@ -352,8 +356,8 @@ def is_unused(name: str, before: Sequence[StepRecords]) -> bool:
     return True
 
 
-def afterwards(good: Sequence[StepRecords], back: Sequence[StepRecords],
-               lost: Sequence[int] = ()) -> list[Finding]:
+def later_steps(good: Sequence[StepRecords], back: Sequence[StepRecords],
+                lost: Sequence[int] = ()) -> list[Finding]:
     """Say whether what is computed from it is the same, too.
 
     Args:
@@ -367,7 +371,7 @@ def afterwards(good: Sequence[StepRecords], back: Sequence[StepRecords],
         fix = "restore the RNG state first, which may be all of it"
     for i, (records, resumed) in enumerate(zip(good, back, strict=False)):
         loss, expected = total_loss(resumed), total_loss(records)
-        if not abs(loss - expected) <= CLOSE * max(abs(expected), 1e-30):
+        if not abs(loss - expected) <= CLOSE_LATER * max(abs(expected), 1e-30):
             return [say(
                 f"{name_step(i)} the loss is {loss / len(records):.6g}, "
                 f"not {expected / len(records):.6g}", fix,
@@ -377,8 +381,8 @@ def afterwards(good: Sequence[StepRecords], back: Sequence[StepRecords],
                 continue
             if key == "weights":
                 count += 1
-            error = error_of(resumed, records, key)
-            if not error <= CLOSE:
+            error = record_error(resumed, records, key)
+            if not error <= CLOSE_LATER:
                 return [say(f"{name_step(i)} the {key} have a relative "
                             f"error of {percent(error)}", fix,
                             kind="resumed-run-differs")]

@@ -22,7 +22,7 @@ from rankcheck.verification.comparison import (
     StepRecord,
     are_close,
     question,
-    rows,
+    samples_of,
 )
 from rankcheck.verification.questions.records import (
     SamplerStart,
@@ -31,8 +31,9 @@ from rankcheck.verification.questions.records import (
     sampler_starts,
 )
 
-OWN = ("each rank must read different samples: use a DistributedSampler, or "
-       "give each rank its own seed if samples are generated")
+READ_OWN = ("each rank must read different samples: use a "
+            "DistributedSampler, or give each rank its own seed if samples "
+            "are generated")
 
 # Number of samples that may repeat under a DistributedSampler; where there are
 # more ranks, that of the ranks. Samples of data with few distinct values are
@@ -134,7 +135,7 @@ def verify_samples(case: Comparison) -> list[Finding]:
                          "skip_reason": case.skip_reason
                          or "all samples are identical"},
                      kind="identical-samples")]
-    if len(sets[0]) > 1 and all(map(are_equal, sets)):
+    if len(sets[0]) > 1 and all(map(read_the_same, sets)):
         return [all_read_the_same(case)]
     numbers = sorted({records[0]["optimizer"] for records in case.steps})
     readings = [read_by(case, number) for number in numbers]
@@ -170,7 +171,7 @@ def has_equal_samples(single: StepRecords) -> bool:
                for record in single)
 
 
-def are_equal(parts: list[set[str]]) -> bool:
+def read_the_same(parts: list[set[str]]) -> bool:
     """Return whether all ranks that read samples read the same ones."""
     return all(part == parts[0] for part in parts)
 
@@ -182,7 +183,7 @@ def all_read_the_same(case: Comparison) -> Finding:
         return warn(f"{text}, and compute parts of the single-process loss",
                     "check that the model divides them among the ranks",
                     kind="same-samples")
-    return fail(text, OWN, kind="same-samples")
+    return fail(text, READ_OWN, kind="same-samples")
 
 
 def pick_worst(findings: list[Finding | None]) -> list[Finding]:
@@ -194,7 +195,7 @@ def pick_worst(findings: list[Finding | None]) -> list[Finding]:
 
 def read_by(case: Comparison, number: int) -> Reading:
     """Return what the steps of the optimizer with this number read."""
-    steps = [StepReading(step, rows(records))
+    steps = [StepReading(step, samples_of(records))
              for step, records in enumerate(case.steps)
              if records[0]["optimizer"] == number]
     single = [record for record in case.longest_single_steps
@@ -204,8 +205,9 @@ def read_by(case: Comparison, number: int) -> Reading:
         group = case.size
     epochs = {len(starts_over_all(case, rank)) for rank in range(case.size)}
     return Reading(
-        steps, [rows(single[i:i + group]) for i in range(0, len(single),
-                                                         group)],
+        steps,
+        [samples_of(single[i:i + group])
+         for i in range(0, len(single), group)],
         partitioned=epochs == {1},
         streamed=bool(case.facts("stream with workers")))
 
@@ -295,7 +297,7 @@ def repeats_in_a_step(reading: Reading, each: int, size: int) -> Finding:
     numbers: dict[str, float] = {"shared": sum(twice), "samples": total}
     text = (f"{sum(twice)} of {total} samples are read by several ranks in "
             "the same step")
-    by_chance = f"{OWN}; fine if they are drawn at random"
+    by_chance = f"{READ_OWN}; fine if they are drawn at random"
     for i, step in enumerate(steps):
         if twice[i] <= (usual + TWICE) * len(step.rows):
             continue
@@ -304,7 +306,7 @@ def repeats_in_a_step(reading: Reading, each: int, size: int) -> Finding:
         numbers["step"] = step.number
         steady = len(twice) > i + 1 and len(set(twice[i:])) == 1
         if steady and reading.single_process:
-            return fail(text, OWN, numbers=numbers, kind="shared-samples")
+            return fail(text, READ_OWN, numbers=numbers, kind="shared-samples")
         return warn(text, by_chance, numbers=numbers, kind="shared-samples")
     if sum(twice) > usual * total:
         return warn(text, by_chance, numbers=numbers, kind="shared-samples")
@@ -438,8 +440,9 @@ def given_by(sampler: int, rank: int, records: StepRecords) -> Finding | None:
 
 def size_of_minibatch(case: Comparison) -> list[Finding]:
     """Say how many samples a step has, and whether the rate fits them."""
-    counts = [len(rows(records)) for records in case.steps]
-    single_counts = [len(rows([record])) for record in case.single_steps]
+    counts = [len(samples_of(records)) for records in case.steps]
+    single_counts = [len(samples_of([record])) for record
+                     in case.single_steps]
     now = next(filter(None, counts), 0)
     before = next(filter(None, single_counts), 0)
     if not case.single_process_run:

@@ -12,8 +12,8 @@ from rankcheck.record.tensors import assemble, whole_here
 from rankcheck.verification.comparison import (
     WEIGHT_UPDATE,
     Comparison,
-    first_weights,
     flat,
+    initial_weights,
     off,
     question,
 )
@@ -23,7 +23,7 @@ from rankcheck.verification.questions.single_process import (
     weight_error,
 )
 
-FIXES = {  # by the library that writes the file
+LIBRARY_FIXES = {  # by the library that writes the file
     "hydra": "set hydra.run.dir=... with the rank in it, or "
              "hydra.output_subdir=null on the other ranks",
     "tensorboard": "create the SummaryWriter on rank 0 only",
@@ -69,7 +69,7 @@ def verify_averaged_weights(case: Comparison) -> list[Finding]:
     if follow_other_weights(case):
         return []
     first = {}
-    for name, tensor in first_weights(case.single_process_run.record_of(0)):
+    for name, tensor in initial_weights(case.single_process_run.record_of(0)):
         first[name.partition(":")[2]] = tensor
     limit = WEIGHT_UPDATE * case.tolerance_factor
     compared = 0
@@ -148,7 +148,8 @@ def find_shared_files(case: Comparison) -> dict[Opener, list[str]]:
 def several_write(opener: Opener, names: str) -> Finding:
     """Say that several ranks write these files."""
     if isinstance(opener, str):
-        return warn(f"{opener} writes {names} on several ranks", FIXES.get(
+        return warn(f"{opener} writes {names} on several ranks",
+                    LIBRARY_FIXES.get(
             opener, "set it to write on rank 0 only, or to another folder on "
             "each rank"), kind="shared-files")
     return fail([f"several ranks write {names}",

@@ -29,7 +29,7 @@ from rankcheck.verification.comparison import (
     makes_up,
     off,
     question,
-    rows,
+    samples_of,
 )
 from rankcheck.verification.locate import explain_outputs
 from rankcheck.verification.questions.records import StepRecords, flatten
@@ -44,7 +44,7 @@ from rankcheck.verification.questions.vectors import (
 
 COMPARED = frozenset({Proof.SINGLE})
 # Equal to those of one process: then they were reduced, however that is done
-AGREES = frozenset({Proof.SINGLE, Proof.REDUCED})
+AGREES_PROVES = frozenset({Proof.SINGLE, Proof.REDUCED})
 
 # Largest relative error that still counts as a comparison if there is an
 # explanation, such as BatchNorm. A larger one gets the same warning, but
@@ -147,16 +147,18 @@ def verify_single_process(case: Comparison) -> list[Finding]:
     pairs = pair_steps(case)
     if case.skip_reason and not case.frozen_run:
         # parts of one process's tensors, until step 0
-        read, expected = rows(pairs[0].ranks), rows(pairs[0].single_process)
+        read = samples_of(pairs[0].ranks)
+        expected = samples_of(pairs[0].single_process)
         if not read or set(read) != set(expected):
             return []
-        return compare(case, loss_error, pairs[:1], MinibatchWeights((1.0,)))
+        return compare_errors(case, loss_error, pairs[:1],
+                              MinibatchWeights((1.0,)))
     weights = weigh_minibatches(case, pairs[0])
     findings = []
     if weights.finding:
         findings.append(weights.finding)
     for measure in (loss_error, gradient_error, weight_error):
-        findings += compare(case, measure, pairs, weights)
+        findings += compare_errors(case, measure, pairs, weights)
     return findings
 
 
@@ -172,8 +174,9 @@ def pair_steps(case: Comparison) -> list[StepPair]:
     return pairs[:case.compared_steps]
 
 
-def compare(case: Comparison, measure: Measure, pairs: Sequence[StepPair],
-            weights: MinibatchWeights) -> list[Finding]:
+def compare_errors(case: Comparison, measure: Measure,
+                   pairs: Sequence[StepPair],
+                   weights: MinibatchWeights) -> list[Finding]:
     """Return the finding of one kind of error in a list, [] if none was seen.
 
     Args:
@@ -186,7 +189,8 @@ def compare(case: Comparison, measure: Measure, pairs: Sequence[StepPair],
         if error is None:
             continue
         if not error.is_small:
-            return [judge(case, measure, error, pair.step, pairs, weights)]
+            return [explain_error(case, measure, error, pair.step, pairs,
+                                  weights)]
         amounts.append(error.amount)
     if not amounts:
         return []
@@ -198,7 +202,7 @@ def compare(case: Comparison, measure: Measure, pairs: Sequence[StepPair],
     if len(amounts) < len(case.steps):
         text += (f", in {len(amounts)} of {counted(case.steps, 'step')}; "
                  "the others are not compared")
-    proves = AGREES
+    proves = AGREES_PROVES
     if measure is loss_error:
         proves = COMPARED
     numbers = {"error": max(amounts), "compared": len(amounts)}
@@ -206,8 +210,10 @@ def compare(case: Comparison, measure: Measure, pairs: Sequence[StepPair],
                kind=f"{MEASURED[measure]}-match")]
 
 
-def judge(case: Comparison, measure: Measure, error: RelativeError, step: int,
-          pairs: Sequence[StepPair], weights: MinibatchWeights) -> Finding:
+def explain_error(case: Comparison, measure: Measure, error: RelativeError,
+                  step: int,
+                  pairs: Sequence[StepPair],
+                  weights: MinibatchWeights) -> Finding:
     """Say whether an error that is not small is a fault, and of what.
 
     Args:

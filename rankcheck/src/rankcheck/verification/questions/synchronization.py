@@ -25,7 +25,7 @@ from rankcheck.verification.comparison import (
     gradients_of,
     off,
     question,
-    rows,
+    samples_of,
 )
 from rankcheck.verification.questions.records import StepRecords, flatten
 from rankcheck.verification.questions.vectors import add_up
@@ -43,7 +43,7 @@ SAME_MEAN = 1e-5
 # Share of a step's elements, or of the steps, from which gradients count
 # as reduced, or as clipped. Some parameters may get no gradient. A choice, not
 # a measurement.
-MOST = 0.5
+MOST_ELEMENTS = 0.5
 
 # Reductions of each element in a step, from which on gradients are reduced
 # more than once. A choice between 1 and 2, not a measurement. One script
@@ -58,7 +58,7 @@ MORE_OFTEN = 1.1
 # Relative difference below which the mean loss of the first step is that of
 # one process, and below which the learning rate, times the number of ranks, is
 # that of one process: it makes up for a sum. A choice, not a measurement.
-CLOSE = 0.2
+CLOSE_FACTOR = 0.2
 
 
 @question("each rank draws its own random numbers")
@@ -100,7 +100,7 @@ def verify_weight_averaging(case: Comparison) -> list[Finding]:
     for i, (last, records) in enumerate(itertools.pairwise(of_one), 1):
         ended = [record["weights"]["flat"] for record in last]
         begun = [record["now"]["flat"] for record in records]
-        if not (are_equal(begun) and not are_equal(ended)
+        if not (are_equal_vectors(begun) and not are_equal_vectors(ended)
                 and not any(weights.equal(begun[0]) for weights in ended)):
             continue
         equalized.append(i)
@@ -118,7 +118,7 @@ def verify_weight_averaging(case: Comparison) -> list[Finding]:
                  kind="averaged-weights")]
 
 
-def are_equal(vectors: list[torch.Tensor]) -> bool:
+def are_equal_vectors(vectors: list[torch.Tensor]) -> bool:
     """Return whether all vectors are the same, bit for bit."""
     return all(vector.equal(vectors[0]) for vector in vectors)
 
@@ -158,7 +158,7 @@ def verify_buffers(case: Comparison) -> list[Finding]:
 
 def clips_first(case: Comparison) -> bool:
     """Return whether most gradients of a step are reduced after a clip."""
-    return any(records[0]["late"] > MOST * records[0]["elements"]
+    return any(records[0]["late"] > MOST_ELEMENTS * records[0]["elements"]
                for records in case.steps)
 
 
@@ -176,14 +176,14 @@ def verify_reductions(case: Comparison) -> list[Finding]:
     elements = [max(case.elements(records), 1) for records in case.steps]
     times = [record["reduced"] / count
              for record, count in zip(of_rank_0, elements, strict=True)]
-    few = sum(times) < MOST * len(times)
+    few = sum(times) < MOST_ELEMENTS * len(times)
     if few and case.reduces_in_step:
         return [ok("gradients are reduced by the optimizer in its step()",
                    proves=REDUCED, kind="reduced-by-optimizer")]
     equal = not any(put_together(records, "gradients").unequal
                     for records in case.steps)
     for step, records in enumerate(case.steps):
-        if times[step] >= MOST:
+        if times[step] >= MOST_ELEMENTS:
             continue
         if few and have_shared(records, "gradients"):
             break  # in another way
@@ -237,7 +237,7 @@ def how_often(case: Comparison, elements: list[int], otherwise: bool
     if otherwise:
         return [reduced_otherwise(case)]
     of_rank_0 = [records[0] for records in case.steps]
-    turns = take_turns(case, elements)
+    turns = find_turns(case, elements)
     most = max(turns, key=lambda turn: turn.times)
     size = sum(record["bytes"] for record in of_rank_0) / len(of_rank_0)
     calls = max(record["calls"] for record in of_rank_0)
@@ -276,7 +276,7 @@ def reduced_otherwise(case: Comparison) -> Finding:
               proves=REDUCED, kind="reduced-by-script")
 
 
-def take_turns(case: Comparison, elements: list[int]) -> list[Turn]:
+def find_turns(case: Comparison, elements: list[int]) -> list[Turn]:
     """Return the turns of the optimizers, with what rank 0 has reduced.
 
     Args:
@@ -604,8 +604,8 @@ def is_single_process_gradient(case: Comparison, step: int) -> bool:
     if case.compared_steps is not None and step >= case.compared_steps:
         return False
     single = case.single_steps[step]
-    if not single["samples"] or sorted(rows(case.steps[step])) != sorted(
-            single["samples"]):
+    read = samples_of(case.steps[step])
+    if not single["samples"] or sorted(read) != sorted(single["samples"]):
         return False
     applied, expected, _ = gradients_of(case.steps[step], [single])
     return applied is not None and bool(expected[0].any()) and (
@@ -630,7 +630,7 @@ def summed(case: Comparison, step: int) -> Finding:
                "hook, which replaces DDP's average")
     loss = mean_loss(case.steps[0])
     single_loss = mean_loss(case.single_steps[:1])
-    if single_loss and abs(loss / single_loss - 1) < CLOSE < abs(
+    if single_loss and abs(loss / single_loss - 1) < CLOSE_FACTOR < abs(
             case.size * case.rate - 1):
         return fail(f"{text}, not the mean: {case.size} times as large",
                     fix,
