@@ -27,7 +27,7 @@ if size == 2:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path):
-    monkeypatch.setattr(command, "IDLE_SECONDS", 3)
+    monkeypatch.setattr(command, "RANKS_IDLE", 3)
     monkeypatch.chdir(tmp_path)  # of which each run gets a copy
 
 
