@@ -10,7 +10,7 @@ from rankcheck.engine.findings import Line, fail
 from rankcheck.engine.ranks import RankExit
 from rankcheck.engine.run_record import RunRecord
 from rankcheck.record.rank_record import RankRecord
-from rankcheck.record.tensors import assemble, describe
+from rankcheck.record.tensors import assemble, describe_tensors
 from rankcheck.verification import comparison, runs
 from rankcheck.verification.questions import resume
 from rankcheck_testing.expected import read_expected
@@ -33,8 +33,8 @@ def run_record(*ranks, **seen):
     ("ValueError: 3\nthe cause\nRuntimeError:\n", "ValueError: 3"),
 ])
 def test_the_last_words_of_a_script(err, says):
-    finding = exits.explain(run_record(RankExit(1, "", err),
-                                       RankExit(0, "", "")))
+    finding = exits.explain_failure(run_record(RankExit(1, "", err),
+                                               RankExit(0, "", "")))
     assert finding.text == f"rank 0 ended with an error: {says}"
 
 
@@ -46,7 +46,8 @@ Stack (most recent call first):
   File "their_train.py", line 9 in train
 """))
     one.gave_up = "flood"
-    assert exits.explain(one).text.endswith("rank 0 is in line 9 (train)")
+    text = exits.explain_failure(one).text
+    assert text.endswith("rank 0 is in line 9 (train)")
 
 
 @pytest.mark.parametrize(("out", "err", "says", "fix"), [
@@ -71,13 +72,13 @@ def test_what_follows_from_an_error(out, err, says, fix):
 def test_nan_is_no_number_and_itself(mine, good, same):
     """Whichever of several parameters it is in."""
     for at in range(3):
-        wholes = [assemble([describe(
+        wholes = [assemble([describe_tensors(
             (str(i), torch.tensor(values if i == at else [3.0]))
             for i in range(3))]) for values in (mine, good)]
         one, other = wholes
         assert (one.error(other) < 1e-6) == same
-        both = assemble([describe(one.tensors.items()),
-                         describe(other.tensors.items())])
+        both = assemble([describe_tensors(one.tensors.items()),
+                         describe_tensors(other.tensors.items())])
         assert both.unequal == (set() if same else {str(at)})
         assert all(off > 0 for off in both.differing.values())
 
@@ -102,13 +103,13 @@ def record(**other):
     """What a rank has recorded of a step."""
     def state(key):
         value = other.get(key, [1.0, 2.0])
-        return describe([("0.0", torch.tensor(value)),
-                         ("0.1", torch.tensor(value))])
+        return describe_tensors([("0.0", torch.tensor(value)),
+                                 ("0.1", torch.tensor(value))])
 
     return ({"optimizer": 0, "rows": ["a"], "rates": [other.get("lr", 0.1)],
              "losses": [other.get("loss", 2.0)], "before": state("before"),
              "weights": state("weights"), "buffers": state("buffers"),
-             "kept": describe([(f"0.{i} exp_avg", torch.tensor(
+             "kept": describe_tensors([(f"0.{i} exp_avg", torch.tensor(
                  other.get("kept", [1.0, 2.0]))) for i in range(2)])},)
 
 

@@ -13,7 +13,7 @@ from rankcheck.engine.progress import (
     paused_collection,
     saying_that_it_lasts,
 )
-from rankcheck.engine.run_record import RunRecord, watch
+from rankcheck.engine.run_record import RunRecord, watch_run
 from rankcheck.record.recorder import OptimizerSteps
 from rankcheck_testing.support import program
 
@@ -36,7 +36,7 @@ def begins(log):
 
 def test_it_is_said_again_and_again_that_something_lasts(monkeypatch):
     monkeypatch.setattr(progress, "FIRST", 0.1)
-    monkeypatch.setattr(progress, "AGAIN", 0.2)
+    monkeypatch.setattr(progress, "REPEATED", 0.2)
     said = []
     threads = threading.active_count()
     with saying_that_it_lasts(said.append, "loading"):
@@ -76,13 +76,13 @@ def test_collections_are_as_they_were():
 
 def test_a_run_says_how_many_steps_of_all_are_made(tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "FIRST", 0.0)
-    monkeypatch.setattr(progress, "AGAIN", 0.0)
+    monkeypatch.setattr(progress, "REPEATED", 0.0)
     script, said = program(tmp_path / "script.py", TRAINS), {}
     for steps in STEPS, 0, STEPS - 1:  # known, not known, and too few
         lines = said[steps] = []
-        run = watch(RunRecord(script), (), tmp_path / str(steps),
-                    lines.append, Budget(allowed=60, steps=steps),
-                    probes=[begins, OptimizerSteps()], world_size=2)
+        run = watch_run(RunRecord(script), (), tmp_path / str(steps),
+                        lines.append, Budget(allowed=60, steps=steps),
+                        probes=[begins, OptimizerSteps()], world_size=2)
         assert not run.gave_up
     ends = {steps: lines[-1].partition(": ")[2]
             for steps, lines in said.items()}
@@ -94,9 +94,9 @@ def test_a_run_says_how_many_steps_of_all_are_made(tmp_path, monkeypatch):
 def test_whole_tensors_are_described_without_importing_sharded_ones():
     """That import takes half as long as torch's."""
     code = ("import sys, torch\n"
-            "from rankcheck.record.tensors import describe, thin\n"
+            "from rankcheck.record.tensors import describe_tensors, thin\n"
             "weight = torch.ones(2)\n"
-            "assert describe([('weight', weight)])['plain']\n"
+            "assert describe_tensors([('weight', weight)])['plain']\n"
             "assert torch.equal(thin(weight), weight)\n"
             "print('torch.distributed.tensor' in sys.modules)")
     done = subprocess.run([sys.executable, "-c", code], text=True,

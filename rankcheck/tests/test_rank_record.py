@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from rankcheck.engine.hang_detector import Budget
-from rankcheck.engine.run_record import RunRecord, watch
+from rankcheck.engine.run_record import RunRecord, watch_run
 from rankcheck.record.files import opened
 from rankcheck.record.rank_record import RankRecord, record_file
 from rankcheck.record.recorder import Log, OptimizerSteps
-from rankcheck.record.tensors import describe
+from rankcheck.record.tensors import describe_tensors
 from rankcheck.system.errors import InternalError
 from rankcheck_testing.support import program
 
@@ -33,7 +33,7 @@ def fails(log):
 
 def test_what_is_written_is_read(tmp_path):
     weight = torch.arange(3.0)
-    tensors = describe([("weight", weight)])
+    tensors = describe_tensors([("weight", weight)])
     record = RankRecord(
         facts=[("sampler", (2, 0, "")), ("epoch", None)], joined=True,
         writers={"/tmp/a": 7, "/tmp/b": "lightning"}, low_precision=True,
@@ -87,10 +87,12 @@ def test_what_cannot_be_recorded_is_an_error(tmp_path, capfd):
 
 def test_a_clients_record_comes_back_from_the_ranks(tmp_path):
     script = program(tmp_path / "script.py", "print('there')\n")
-    run = watch(RunRecord(script), (), tmp_path / "seen", print, Budget(20.0),
+    run = watch_run(RunRecord(script), (), tmp_path / "seen", print,
+                    Budget(20.0),
                   probes=[count], record=Counted, world_size=2)
     assert [record.count for record in run.all_records] == [7, 7]
-    run = watch(RunRecord(script), (), tmp_path / "more", print, Budget(20.0),
+    run = watch_run(RunRecord(script), (), tmp_path / "more", print,
+                    Budget(20.0),
                   probes=[fails], record=Counted, world_size=2)
     assert run.records == [None, None]
 
@@ -111,6 +113,6 @@ torch.optim.SGD([weight], 0.1).step()
 {line}
 """)
     seen = tmp_path / "seen"
-    watch(RunRecord(script), (), seen, print, Budget(20.0),
-          probes=[begins, OptimizerSteps(), opened])
+    watch_run(RunRecord(script), (), seen, print, Budget(20.0),
+              probes=[begins, OptimizerSteps(), opened])
     assert [path.name for path in seen.glob("saved-*")] == saved

@@ -216,7 +216,7 @@ def test_a_script_that_is_a_link_finds_what_is_beside_it(home, tmp_path):
 def test_the_copy_is_in_the_current_folder(cwd, home, monkeypatch):
     """Where TMPDIR is below it, as `export TMPDIR=$PWD/tmp` makes it."""
     ours = home / "mine" / "tmp" / "ours"
-    monkeypatch.setattr(sandbox, "MOST", 400)
+    monkeypatch.setattr(sandbox, "MOST_ENTRIES", 400)
     monkeypatch.chdir(cwd)
     copy = sandbox.make(ours, "copy", home / "mine" / "log0")
     assert (copy.name(home / "mine" / "log0")).read_bytes() == TEXT

@@ -32,12 +32,12 @@ from rankcheck.engine.run_record import RunRecord
 from rankcheck.record.rank_record import RankRecord
 from rankcheck.record.recorder import Log
 from rankcheck.record.rows import Rows, persistent_buffers
-from rankcheck.record.tensors import describe, whole_here
+from rankcheck.record.tensors import describe_tensors, whole_here
 from rankcheck.record.torch_api import (
-    batchnorm,
-    clipping,
-    streams,
-    targets,
+    watch_batchnorm,
+    watch_clipping,
+    watch_streams,
+    watch_targets,
 )
 from rankcheck.record.training import Modules
 from rankcheck.verification import command, questions
@@ -318,7 +318,7 @@ def half(state, place):
     """The same state, with one half of a bias."""
     kept = whole_here(state)
     kept["Sequential:0.bias"] = kept["Sequential:0.bias"].chunk(2)[place]
-    return describe(kept.items())
+    return describe_tensors(kept.items())
 
 
 def in_parts(*places):
@@ -337,7 +337,7 @@ def average_of_each_microbatch(runs):
     for run, factor in (runs[1, ""], 1.1), (runs[2, ""], 1.2):
         for of_rank in run.records:
             last = whole_here(of_rank.steps[0]["weights"])
-            of_rank.copies = [describe(
+            of_rank.copies = [describe_tensors(
                 (name.partition(":")[2], factor * part)
                 for name, part in last.items())]
 
@@ -601,7 +601,7 @@ def test_a_parameter_of_one_number_may_be_a_part(answers):
             first = of_rank.steps[0]
             kept = whole_here(first["before"])
             kept["Sequential:0.bias"] = kept["Sequential:0.bias"][rank]
-            first["before"] = describe(kept.items())
+            first["before"] = describe_tensors(kept.items())
 
     assert answers(RIGHT, scalar)  # and no error of its own
 
@@ -776,7 +776,7 @@ def test_a_CPU_compresses_gradients_too(monkeypatch):
                         (DDP, "_passing_sync_batchnorm_handle"),
                         (functional, "batch_norm")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
-    batchnorm(recorder()[0])
+    watch_batchnorm(recorder()[0])
     DDP._check_comm_hook(None, bf16_compress_hook)
 
 
@@ -855,7 +855,7 @@ def test_statistics_of_one_process(
                         (functional, "batch_norm")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     log, _ = recorder()
-    batchnorm(log)
+    watch_batchnorm(log)
     with torch.no_grad():
         layer(torch.randn(4, 2))
     assert not log.record.batchnorm  # it does not train
@@ -872,7 +872,7 @@ def test_workers_that_iterate_over_a_stream(monkeypatch, stream, workers):
 
     log, _ = recorder()
     monkeypatch.setattr(DataLoader, "__iter__", DataLoader.__iter__)
-    streams(log)
+    watch_streams(log)
     read = [*DataLoader(Stream() if stream else range(4), None,
                         num_workers=workers)]
     several = stream and workers > 1
@@ -987,7 +987,7 @@ def test_targets_within_a_transform(monkeypatch):
     log, _ = recorder()
     for name in "cross_entropy", "nll_loss":
         monkeypatch.setattr(functional, name, getattr(functional, name))
-    targets(log)
+    watch_targets(log)
     x, y = torch.randn(4, 3), torch.tensor([0, 2, -100, 1])
 
     def loss(weights, x, y):
@@ -1099,7 +1099,7 @@ def test_what_is_clipped_is_kept_as_it_was(monkeypatch):
             monkeypatch.setattr(
                 place, name, getattr(torch.nn.utils, name), raising=False)
     log, _ = recorder()
-    clipping(log)
+    watch_clipping(log)
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.full((1,), 4.0)
     torch.nn.utils.clip_grad_value_(iter([weight]), 2.0)

@@ -165,7 +165,7 @@ def test_who_works(tmp_path):
         before = proc.see_work(os.getpid())
         time.sleep(0.5)
         works = {number: worked for _, number, _, _, worked, _ in
-                 proc.describe_work(before, proc.see_work(os.getpid()), 0.5)}
+                 proc.compare_work(before, proc.see_work(os.getpid()), 0.5)}
         assert [works[one.pid] for one in started] == [True, False, False]
         assert works[thread.native_id]
     finally:

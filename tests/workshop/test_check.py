@@ -22,7 +22,7 @@ from backstage import ROOT
 from backstage import errors as ours
 from rankcheck.engine import exits, fork_server, hang_detector
 from rankcheck.engine.hang_detector import Budget
-from rankcheck.engine.run_record import RunRecord, watch
+from rankcheck.engine.run_record import RunRecord, watch_run
 from rankcheck.engine.workspace import Workspace
 from rankcheck.system.errors import UserError
 from rankcheck_testing.expected import read_expected
@@ -182,10 +182,11 @@ def bench_of(stage, script, folder):
 
 def test_an_endless_loop_is_known_by_the_time_of_the_cpu(tmp_path):
     script = program(tmp_path / "train_gpt2.py", "while True:\n    pass\n")
-    one = watch(RunRecord(script), (), tmp_path / "seen", print, Budget(0.5))
+    one = watch_run(RunRecord(script), (), tmp_path / "seen", print,
+                    Budget(0.5))
     assert one.gave_up == "busy"
     assert read_expected("FAIL no-progress step=0").matches(
-        exits.explain(one))
+        exits.explain_failure(one))
 
 
 @pytest.mark.whole

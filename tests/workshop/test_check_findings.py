@@ -10,7 +10,7 @@ from conftest import edit, program
 
 from rankcheck.engine.findings import Finding, Line
 from rankcheck.engine.ranks import RankExit
-from rankcheck.record.tensors import assemble, describe
+from rankcheck.record.tensors import assemble, describe_tensors
 from workshop.board import CheckTerminal
 from workshop.check import experiment
 from workshop.check.experiment import Mistake, Outcome
@@ -134,7 +134,7 @@ def test_a_large_script_is_compared_with_itself_at_once():
 def test_the_distance_of_nan(mine, good, same):
     """Whichever of several parameters it is in."""
     for at in range(3):
-        one, other = (assemble([describe(
+        one, other = (assemble([describe_tensors(
             (str(i), torch.tensor(values if i == at else [3.0]))
             for i in range(3))]) for values in (mine, good))
         assert (largest_difference(one, other) == 0) == same
@@ -142,7 +142,7 @@ def test_the_distance_of_nan(mine, good, same):
 
 def test_weights_of_nan_are_not_the_single_devices():
     def with_weights(*values):
-        return run(RankExit(0, "", ""), weights=describe(
+        return run(RankExit(0, "", ""), weights=describe_tensors(
             (str(i), torch.tensor([value])) for i, value in enumerate(values)))
 
     good = with_weights(1.0, 2.0, 3.0)

@@ -8,9 +8,9 @@ import torch
 from conftest import edit
 
 from backstage.errors import UserError
-from rankcheck.engine.exits import shorten
+from rankcheck.engine.exits import shorten_message
 from rankcheck.engine.findings import Line, fail
-from rankcheck.record.tensors import assemble, describe
+from rankcheck.record.tensors import assemble, describe_tensors
 from workshop.check import localise
 from workshop.check.command import check_script, make_others
 from workshop.check.lines import lines_as_in, name_lines
@@ -108,23 +108,23 @@ def test_a_long_message_ends_with_a_sentence():
     """As DDP's about a weight without a gradient."""
     words = "No gradient came. " + "It names the reason at length. " * 5
     long = words + "You can enable it by hand, and then all."
-    assert shorten(long) == words.strip()
-    assert shorten("x " * 150).endswith("x ...")
-    assert shorten("short") == "short"
+    assert shorten_message(long) == words.strip()
+    assert shorten_message("x " * 150).endswith("x ...")
+    assert shorten_message("short") == "short"
 
 
 def test_names_without_wrappers():
     weight = torch.ones(2, 3)
-    described = describe([("module._orig_mod.h.0.weight", weight),
-                          ("without", None)])
+    described = describe_tensors([("module._orig_mod.h.0.weight", weight),
+                                  ("without", None)])
     assert described["plain"] == [("h.0.weight", (2, 3))]
 
 
 def test_the_ends_of_a_pipeline_have_one_matrix():
-    first = describe([("transformer.wte.weight", torch.ones(2, 3))])
-    last = describe([("lm_head.weight", torch.ones(2, 3))])
+    first = describe_tensors([("transformer.wte.weight", torch.ones(2, 3))])
+    last = describe_tensors([("lm_head.weight", torch.ones(2, 3))])
     assert not assemble_tied([first, last]).unequal
-    last = describe([("lm_head.weight", torch.zeros(2, 3))])
+    last = describe_tensors([("lm_head.weight", torch.zeros(2, 3))])
     whole = assemble_tied([first, last])
     assert whole.unequal == {TIED} and whole.differing == {1: 1.0}
 

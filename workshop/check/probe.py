@@ -26,7 +26,7 @@ from rankcheck.record.cpu_backend import process
 from rankcheck.record.files import opened
 from rankcheck.record.rank_record import RankRecord
 from rankcheck.record.recorder import Log, OptimizerSteps, replace
-from rankcheck.record.tensors import LocalTensors, describe, plain_name
+from rankcheck.record.tensors import LocalTensors, describe_tensors, plain_name
 from rankcheck.system.errors import InternalError
 
 MOST_STEPS = 100  # steps of which everything is recorded
@@ -224,8 +224,9 @@ class Course:
     def state(self, name: str) -> LocalTensors:
         """Describe the model's weights ("data") or gradients ("grad")."""
         weights = self.model.named_parameters() if self.model else ()
-        return describe((key, weight if name == "data" else weight.grad)
-                        for key, weight in weights)
+        return describe_tensors((key, weight if name == "data"
+                                 else weight.grad)
+                                for key, weight in weights)
 
 
 def watch_backstage(log: Log) -> None:

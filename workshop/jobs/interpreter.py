@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from backstage import ROOT
-from rankcheck.engine.exits import SAID
+from rankcheck.engine.exits import ERROR_LINE
 from rankcheck.system.errors import KILLED
 from workshop import SOURCES
 
@@ -104,5 +104,5 @@ def start_python(*arguments: object, stdin: int = subprocess.PIPE,
 def last_line(output: str, silent: str = "no message") -> str:
     """Return the script's own first error, or its last line."""
     lines = [line for line in output.splitlines() if line.strip()]
-    own = [found[1] for found in map(SAID.match, lines) if found]
+    own = [found[1] for found in map(ERROR_LINE.match, lines) if found]
     return (own[:1] or lines[-1:] or [silent])[0]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backstage.process import add_library
-from rankcheck.engine.run import Run, Torchrun
+from rankcheck.engine.run import ScriptRun, Torchrun
 from rankcheck.system.errors import require
 from workshop.jobs import mpirun_proxy
 from workshop.stages import STAGES
@@ -62,7 +62,7 @@ class Mpirun(Torchrun):
     def __init__(self, sleeping: bool = True) -> None:
         self.sleeping = sleeping
 
-    def begin(self, start: Run, folder: Path) -> None:
+    def begin(self, start: ScriptRun, folder: Path) -> None:
         if not start.world_size:
             return
         require_mpirun()
@@ -99,7 +99,7 @@ class Mpirun(Torchrun):
             mpirun.kill()
             mpirun.wait()
 
-    def tell(self, start: Run, rank: int, port: int,
+    def tell(self, start: ScriptRun, rank: int, port: int,
              output: str) -> Mapping[str, str]:
         if not start.world_size:
             return start.env
@@ -108,7 +108,7 @@ class Mpirun(Torchrun):
                          daemon=True).start()
         return variables
 
-    def join(self, start: Run, log: Log) -> None:
+    def join(self, start: ScriptRun, log: Log) -> None:
         add_library("/workshop/jobs/")
         if not self.sleeping:
             return

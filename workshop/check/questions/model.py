@@ -17,7 +17,7 @@ from rankcheck.engine.findings import (
     percent,
     warn,
 )
-from rankcheck.record.tensors import describe, length, names
+from rankcheck.record.tensors import describe_tensors, length, names
 from workshop.check.plan import LEARNING_RATE, MINIBATCH, STEPS, B
 from workshop.check.questions.question import (
     LAST_PARAMETERS,
@@ -114,7 +114,7 @@ def check_first_weights(run: StageRun, reference: StageRun) -> Finding | None:
     """Those of the single device, or of the checkpoint that is resumed."""
     expected = assemble_tied([
         reference.record_of(0).first_weights if run.resumed is None else
-        describe(run.resumed["model"].items())])
+        describe_tensors(run.resumed["model"].items())])
     if not all(record.start for record in run.all_records):
         return fail("the model is never called to train", kind="not-called")
     actual = assemble_tied([record.first_weights for record

@@ -25,7 +25,7 @@ from workshop.check.stage_runs import StageRun
                 early=True)
 def check_operations(run: StageRun, reference: StageRun) -> Finding | None:
     """What workshop.check.operations says of them."""
-    finding = exits.explain(run)
+    finding = exits.explain_failure(run)
     if finding:
         return finding
     for name, wrong in json.loads(run.ranks[0].out.splitlines()[-1]).items():
@@ -67,7 +67,7 @@ def check_updated_model(run: StageRun, reference: StageRun) -> Finding | None:
                 early=True)
 def check_end(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether every rank finishes, after all steps."""
-    finding = exits.explain(run)
+    finding = exits.explain_failure(run)
     if finding:
         return finding
     if len(run.rows) < STEPS:

@@ -11,7 +11,7 @@ import numpy as np
 
 from rankcheck.engine.findings import Finding, fail, ok, warn
 from rankcheck.engine.questions import Question, always
-from rankcheck.record.tensors import Whole, assemble, difference
+from rankcheck.record.tensors import Whole, assemble, subtract
 from workshop.check.plan import STEPS
 from workshop.check.stage_runs import StageRun
 
@@ -109,7 +109,7 @@ def largest_difference(actual: Whole, expected: Whole) -> float:
 
     It is nan if one of the elements is.
     """
-    off = [difference(actual.tensors[name], tensor).abs().max().item()
+    off = [subtract(actual.tensors[name], tensor).abs().max().item()
            for name, tensor in expected.tensors.items()
            if name in actual.tensors]
     return float(np.max(off)) if off else float("nan")

@@ -9,7 +9,7 @@ import torch
 
 from rankcheck.engine import exits
 from rankcheck.engine.findings import Finding, counted, fail, percent, warn
-from rankcheck.record.tensors import Whole, describe
+from rankcheck.record.tensors import Whole, describe_tensors
 from workshop.check.plan import LEARNING_RATE, STEPS
 from workshop.check.questions.question import (
     assemble_tied,
@@ -149,8 +149,9 @@ def prefix_of(actual: Collection[str], expected: Collection[str]) -> str:
 def whole(tensors: Mapping[str, torch.Tensor | None], prefix: str = ""
           ) -> Whole:
     """Return the tensors of a checkpoint, without a prefix of their names."""
-    return assemble_tied([describe((name.removeprefix(prefix), tensor)
-                                   for name, tensor in tensors.items())])
+    return assemble_tied([describe_tensors((name.removeprefix(prefix), tensor)
+                                           for name, tensor
+                                           in tensors.items())])
 
 
 def moments(state: Checkpoint) -> dict[str, torch.Tensor | None]:
@@ -163,7 +164,7 @@ def moments(state: Checkpoint) -> dict[str, torch.Tensor | None]:
                 ("stopped",), early=True)
 def check_stopping(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether a signal to rank 0 alone ends all of them, losing nothing."""
-    ended = exits.explain(run)
+    ended = exits.explain_failure(run)
     if ended:
         return fail([f"with {' '.join(map(str, run.more))} and a signal to "
                      "rank 0: ", *ended.sentence], ended.fix, ended.error,

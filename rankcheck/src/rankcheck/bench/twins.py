@@ -127,10 +127,10 @@ class Observer:
 
 def measure(weight: Any) -> float:
     """Return the norm of this rank's part of a parameter."""
-    from rankcheck.record.tensors import is_sharded
+    from rankcheck.record.tensors import is_dtensor
 
     tensor = weight.detach()
-    if is_sharded(tensor):
+    if is_dtensor(tensor):
         tensor = tensor.to_local()
     return float(tensor.double().norm())
 

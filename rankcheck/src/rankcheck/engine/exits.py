@@ -26,15 +26,17 @@ if TYPE_CHECKING:  # they import the fork server, or torch
 EFFECT = re.compile(  # words about what another rank did, or did not
     r"lost the other|onnection|gloo|Broken pipe|Unpickling|pickle|preamble|"
     r"Timed out|SIGABRT")  # gloo aborts where two collectives do not fit
-SAID = re.compile(r"error(?: \(rank \d+\))?: (.*)")  # by the script itself
-TOOLS = f"{Path(__file__).parents[1]}/"  # this package: no script of theirs
+# By the script itself
+ERROR_LINE = re.compile(r"error(?: \(rank \d+\))?: (.*)")
+# This package: no script of theirs
+OWN_FOLDER = f"{Path(__file__).parents[1]}/"
 NO_GPU = re.compile(r"\b(CUDA|NVIDIA|NCCL|XPU|HIP)\b|accelerator device")
 SAME_CALLS = "call the same collectives in the same order on all ranks"
-ON_CPU = ("let the script run on a CPU, as it does here: "
-          'device = "cuda" if torch.cuda.is_available() else "cpu"')
+RUN_ON_CPU = ("let the script run on a CPU, as it does here: "
+              'device = "cuda" if torch.cuda.is_available() else "cpu"')
 
 
-def explain(run: RunRecord) -> Finding | None:
+def explain_failure(run: RunRecord) -> Finding | None:
     """Return a failure if a run failed or hangs, else None."""
     if run.gave_up == "flood":
         return fail(["endless output: ", *where(run, 0)],
@@ -68,7 +70,7 @@ def explain(run: RunRecord) -> Finding | None:
     if first is not None:
         finding = explanations[first]
         if not (mismatch and EFFECT.search(finding.text)):
-            fix = ON_CPU if NO_GPU.search(finding.text) else ""
+            fix = RUN_ON_CPU if NO_GPU.search(finding.text) else ""
             return fail([f"rank {first} ", *finding.sentence], fix,
                         finding.error, ranks=[first], kind=finding.kind)
     if run.gave_up == "hangs":
@@ -86,7 +88,7 @@ def explain_rank(run: RunRecord, rank: int) -> Finding:
     err = re.sub(r"^\[rank\d+\]: ", "", error_output(end),
                  flags=re.MULTILINE)  # torch's
     lines = [line for line in err.splitlines() if line.strip()]
-    own = [found[1] for found in map(SAID.match, lines) if found]
+    own = [found[1] for found in map(ERROR_LINE.match, lines) if found]
     if own:
         return fail(f"ended with an error: {own[-1]}", kind="error")
     if end.status is not None and end.status < 0:  # by no error of Python
@@ -99,7 +101,8 @@ def explain_rank(run: RunRecord, rank: int) -> Finding:
     if errors and message.endswith("Error:"):  # the cause has the message
         message = errors[0]
     places = own_places(run, err)
-    return fail([f"ended with an error: {shorten(message)}", *in_brackets(
+    return fail([f"ended with an error: {shorten_message(message)}",
+                 *in_brackets(
         places[-1:])], error=message if errors else "", kind="error")
 
 
@@ -112,7 +115,7 @@ def name_signal(number: int) -> str:
     return name
 
 
-def shorten(text: str, most: int = 200) -> str:
+def shorten_message(text: str, most: int = 200) -> str:
     """Return as many complete sentences as fit in `most` characters; if none
     does, the first words.
     """
@@ -149,7 +152,7 @@ def own_places(run: RunRecord, err: str) -> list[Fragment]:
     script, folder = str(run.script), f"{run.script.parent}/"
     places: list[Fragment] = []
     for file, line in re.findall(r'File "(.*)", line (\d+)', err):
-        installed = "/site-packages/" in file or TOOLS in file
+        installed = "/site-packages/" in file or OWN_FOLDER in file
         if file == script:
             places.append(Line(line))
         elif file.startswith(folder) and not installed:
@@ -197,12 +200,13 @@ def find_mismatch(run: RunRecord) -> list[Fragment]:
         for rank, kind in enumerate(kinds):
             if kind != kinds[0]:
                 return ["collective mismatch: ",
-                        *describe(run, 0, row[0]), ", but ",
-                        *describe(run, rank, row[rank])]
+                        *describe_next_call(run, 0, row[0]), ", but ",
+                        *describe_next_call(run, rank, row[rank])]
     return []
 
 
-def describe(run: RunRecord, rank: int, call: Event | None) -> list[Fragment]:
+def describe_next_call(run: RunRecord, rank: int,
+                       call: Event | None) -> list[Fragment]:
     """Say which collective a rank calls. call: None if it calls no more."""
     if call is None:
         if run.records[rank] and run.facts("left", rank):

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rankcheck.engine.progress import paused_collection
-from rankcheck.engine.run import PRELOAD, Run, Torchrun
+from rankcheck.engine.run import PRELOAD, ScriptRun, Torchrun
 from rankcheck.system import proc
 from rankcheck.system.errors import KILLED, UserError, describe_error
 
@@ -78,7 +78,8 @@ class Server:
             pass_fds=[its.fileno()], start_new_session=True, env=env)
         its.close()
 
-    def fork(self, run: Run, rank: int, port: int, output: str) -> ForkedRank:
+    def fork(self, run: ScriptRun, rank: int, port: int,
+             output: str) -> ForkedRank:
         """Fork a rank; for the arguments see `run_script`."""
         number = len(self.jobs)
         # the pickle is opened where sys.path is right for it
@@ -159,8 +160,8 @@ the_servers: dict[int | None, Server] = {}
 folders: set[Path] = set()  # of launches that have not been waited for
 # which no script takes for its own: a rank says where it is
 STACK_SIGNAL: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
-SEEDS = 4  # of hashes, at most: each takes a server
-PAUSE = 0.02  # seconds between two looks at which ranks have ended
+SEED_COUNT = 4  # of hashes, at most: each takes a server
+POLL_SECONDS = 0.02  # seconds between two looks at which ranks have ended
 
 
 def get_servers(preload: Sequence[str] = PRELOAD, size: int = 1,
@@ -170,12 +171,13 @@ def get_servers(preload: Sequence[str] = PRELOAD, size: int = 1,
     Args:
         preload: modules that a server imports when it is started.
         size: the number of ranks.
-        hashes: see `Run`; a seed that the user has set holds for all.
+        hashes: see `ScriptRun`; a seed that the user has set holds for all.
     """
     seeds: list[int | None] = [None]
     if hashes is not None and os.environ.get(
             "PYTHONHASHSEED", "random") == "random":
-        seeds = [(hashes + rank) % SEEDS for rank in range(min(size, SEEDS))]
+        seeds = [(hashes + rank) % SEED_COUNT for rank
+                 in range(min(size, SEED_COUNT))]
     for seed in seeds:
         server = the_servers.get(seed)
         if server is None or server.owner != os.getpid() or (
@@ -204,7 +206,7 @@ def serve(descriptor: int, preload: Sequence[str]) -> None:
     jobs: dict[int, int] = {}  # process -> the number of its job
     while True:
         try:
-            if link.poll(PAUSE if jobs else None):
+            if link.poll(POLL_SECONDS if jobs else None):
                 job, preload, folder, path, arguments = link.recv()
                 preload_all(preload)
                 pid = os.fork()
@@ -257,7 +259,7 @@ def become_rank(folder: str, path: list[str], arguments: bytes) -> NoReturn:
         os._exit(status)
 
 
-def run_script(run: Run, rank: int, port: int, output: str) -> int:
+def run_script(run: ScriptRun, rank: int, port: int, output: str) -> int:
     """Run `script flags...` as python does; return the exit status.
 
     Args:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 FIRST = 5.0  # seconds until it says something: an idle machine takes fewer
-AGAIN = 10.0  # seconds from then on
+REPEATED = 10.0  # seconds from then on
 LOADING = "loading PyTorch"
 
 
@@ -32,7 +32,7 @@ class Reminder:
         """Return whether to say something now, once for each time."""
         if now < self.due:
             return False
-        self.due = now + AGAIN
+        self.due = now + REPEATED
         return True
 
 

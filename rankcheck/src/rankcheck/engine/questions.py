@@ -61,13 +61,13 @@ class QuestionResults(Generic[Subject]):
     internal_errors: list[str]
 
 
-def keep(subject: Subject, finding: Finding) -> Subject:
+def learn_nothing(subject: Subject, finding: Finding) -> Subject:
     """Learn nothing from a finding."""
     return subject
 
 
 def ask_all(questions: Iterable[Question[Subject]], subject: Subject,
-            learn: Callable[[Subject, Finding], Subject] = keep
+            learn: Callable[[Subject, Finding], Subject] = learn_nothing
             ) -> QuestionResults[Subject]:
     """Ask all questions that apply, one after the other.
 

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankcheck.engine import fork_server
-from rankcheck.engine.run import Run, RunOptions
+from rankcheck.engine.run import RunOptions, ScriptRun
 
 if TYPE_CHECKING:
     from typing import Unpack  # new in Python 3.11
 
 Flag = str | Path | float  # of a script, which gets it as a text
-MOST = 1_000_000  # bytes of output from each of its ends
+MOST_OUTPUT = 1_000_000  # bytes of output from each of its ends
 
 
 @dataclass
@@ -41,13 +41,14 @@ class RankExit:
 
 
 class Launch:
-    """The processes of a `Run`, whose fields are the options."""
+    """The processes of a `ScriptRun`, whose fields are the options."""
 
     def __init__(self, script: str | Path, *flags: Flag,
                  env: Mapping[str, str] | None = None,
                  **options: Unpack[RunOptions]) -> None:
         variables = dict(os.environ if env is None else env)
-        run = Run(str(script), tuple(map(str, flags)), variables, **options)
+        run = ScriptRun(str(script), tuple(map(str, flags)), variables,
+                        **options)
         size = run.world_size or 1
         servers = fork_server.get_servers(run.preload, size, run.hashes)
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=run.within))
@@ -109,10 +110,10 @@ class Launch:
         """
         try:
             with open(f"{self.folder}/{rank}.{name}", "rb") as file:
-                data = file.read(MOST)
+                data = file.read(MOST_OUTPUT)
                 size = os.fstat(file.fileno()).st_size
-                file.seek(max(len(data), size - MOST))
-                return (data + file.read(MOST)).decode(errors="replace")
+                file.seek(max(len(data), size - MOST_OUTPUT))
+                return (data + file.read(MOST_OUTPUT)).decode(errors="replace")
         except FileNotFoundError:
             return ""
 

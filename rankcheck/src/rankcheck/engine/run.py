@@ -27,7 +27,7 @@ class Torchrun:
     # how the files end whose functions communicate: by these a line is named
     waiting_files: tuple[str, ...] = ("distributed_c10d.py",)
 
-    def begin(self, run: Run, folder: Path) -> None:
+    def begin(self, run: ScriptRun, folder: Path) -> None:
         """Start what the forked ranks need. folder: where its files go."""
 
     def check(self) -> None:
@@ -36,7 +36,7 @@ class Torchrun:
     def end(self) -> None:
         """Wait for what it has started. The ranks have ended."""
 
-    def tell(self, run: Run, rank: int, port: int, output: str
+    def tell(self, run: ScriptRun, rank: int, port: int, output: str
              ) -> Mapping[str, str]:
         """In a rank: its environment. output: see fork_server.run_script."""
         if not run.world_size:
@@ -51,7 +51,7 @@ class Torchrun:
         return {**run.env, "ROLE_NAME": "default", "MASTER_ADDR": "127.0.0.1",
                 **{name: str(number) for name, number in numbers.items()}}
 
-    def join(self, run: Run, log: Log) -> None:
+    def join(self, run: ScriptRun, log: Log) -> None:
         """In a rank, right before its probes and the script."""
 
     def part(self, status: int) -> None:
@@ -59,7 +59,7 @@ class Torchrun:
 
 
 @dataclass(frozen=True)
-class Run:
+class ScriptRun:
     """A script as several processes, which get this, and how it is watched.
 
     Attributes:
@@ -101,7 +101,7 @@ class Run:
 
 
 class RunOptions(TypedDict, total=False):
-    """The optional fields of a `Run`, as keyword arguments."""
+    """The optional fields of a `ScriptRun`, as keyword arguments."""
 
     world_size: int | None
     nodes: int

@@ -103,10 +103,10 @@ class RunRecord:
 AnyRunRecord = TypeVar("AnyRunRecord", bound=RunRecord)
 
 
-def watch(run: AnyRunRecord, flags: Iterable[Flag], record_folder: Path,
-          say: Callable[[str], None], budget: Budget, *,
-          env: Mapping[str, str] | None = None,
-          **options: Unpack[RunOptions]) -> AnyRunRecord:
+def watch_run(run: AnyRunRecord, flags: Iterable[Flag], record_folder: Path,
+              say: Callable[[str], None], budget: Budget, *,
+              env: Mapping[str, str] | None = None,
+              **options: Unpack[RunOptions]) -> AnyRunRecord:
     """Run a record's script once, watch it, and fill the record in.
 
     Args:
@@ -115,7 +115,7 @@ def watch(run: AnyRunRecord, flags: Iterable[Flag], record_folder: Path,
         say: is told what it waits for.
         budget: what the ranks may take.
         env: the variables of all ranks; None: this process's.
-        options: further fields of a `rankcheck.engine.run.Run`.
+        options: further fields of a `rankcheck.engine.run.ScriptRun`.
 
     Raises:
         InternalError: a probe raised an exception.

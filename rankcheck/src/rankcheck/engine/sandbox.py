@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     AnyPath = Union[str, bytes, os.PathLike[str], os.PathLike[bytes]]
 
 SMALL = 1_000_000  # bytes of a file that is copied at once
-MOST = 2_000  # entries of a folder that is copied with all that is in it
-ROOM = 100_000_000  # bytes that are copied at once, in all
+# Entries of a folder that is copied with all that is in it
+MOST_ENTRIES = 2_000
+MOST_COPIED = 100_000_000  # bytes that are copied at once, in all
 NOTES = "guard"  # the folder of what the guards tell one another
 MOST_FILES = 20_000  # that `Kept` compares
 STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system")
@@ -243,7 +244,7 @@ class Sandbox:
 class Room:
     """How many bytes may still be copied at once."""
 
-    bytes_left: int = ROOM
+    bytes_left: int = MOST_COPIED
 
 
 def absolute(args: Sequence[Any], place: int, folder_place: int | None) -> Any:
@@ -281,9 +282,10 @@ def make(root: str | Path, name: str, script: str | Path) -> Sandbox:
         os.makedirs(top + cwd)
         for folder in Path(cwd).parents:
             fill(f"{top}{folder}", str(folder))
-        room = Room() if len(os.listdir(cwd)) <= MOST else None
+        room = Room() if len(os.listdir(cwd)) <= MOST_ENTRIES else None
         fill(top + cwd, cwd, room)
-        for link in sorted(walk(top + cwd, MOST),  # folders before theirs
+        # folders before theirs
+        for link in sorted(walk(top + cwd, MOST_ENTRIES),
                            key=lambda link: os.path.realpath(link.path)):
             if room and leads_out(link, cwd):
                 sandbox.follow(link.path, room)
@@ -309,7 +311,7 @@ def give(place: str, path: str, room: Room | None) -> None:
             os.symlink(os.readlink(path), place)
         elif room and os.path.isdir(path) and not (
                 os.path.basename(path)[0] == "." or is_below(place, path)
-                or len(walk(path, MOST)) == MOST):
+                or len(walk(path, MOST_ENTRIES)) == MOST_ENTRIES):
             os.mkdir(place)
             fill(place, path, room)
         elif room and os.path.isfile(path) and (

@@ -22,17 +22,18 @@ from typing import Any
 from rankcheck.engine import fork_server
 from rankcheck.system.errors import UserError, read_regular, require, show_path
 
-LARGEST = 1_000_000  # bytes of a script
+LARGEST_SCRIPT = 1_000_000  # bytes of a script
 PREFIX = "rankcheck-run-"  # begins the name of each folder
-LONGEST = 40  # characters of a folder in which sockets still have a place
-ROOM = 50e6  # bytes that a run may need
+LONGEST_PATH = 40  # characters of a folder in which sockets still have a place
+SPACE_NEEDED = 50e6  # bytes that a run may need
 MARK = ".rankcheck"  # the file in each folder that is ours to remove,
 OURS = "made by rankcheck; removed once its process has ended\n"
 # Variables that a launcher has set for this process: how they begin, and names
 LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL",
                      "TORCHELASTIC_")
-NAMES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE",
-         "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK",
+                  "WORLD_SIZE",
+                  "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -44,10 +45,11 @@ def read_script(script: str | Path) -> bytes:
     """
     name = show_path(script)
     try:
-        data = read_regular(script, LARGEST + 1)
+        data = read_regular(script, LARGEST_SCRIPT + 1)
     except OSError as error:
         raise UserError(f"{name}: {error.strerror}") from error
-    require(len(data) <= LARGEST, f"{name} has more than {LARGEST:,} "
+    require(len(data) <= LARGEST_SCRIPT, f"{name} has more than "
+                                         f"{LARGEST_SCRIPT:,} "
             "bytes, too many for a script; fix: check that it is the file "
             "that you mean")
     require_python(script, data)
@@ -125,7 +127,7 @@ def make_folder() -> Path:
     and are removed.
     """
     parent = tempfile.gettempdir()
-    if len(parent) > LONGEST and os.access("/tmp", os.W_OK):
+    if len(parent) > LONGEST_PATH and os.access("/tmp", os.W_OK):
         parent = "/tmp"  # the address of a socket has 108 characters at most
     for mark in Path(parent).glob(f"{PREFIX}*/{MARK}"):
         with contextlib.suppress(OSError), open(mark, "r+") as file:
@@ -133,7 +135,7 @@ def make_folder() -> Path:
             if (file.read(len(OURS)) == OURS
                     and mark.parent.stat().st_uid == os.getuid()):
                 shutil.rmtree(mark.parent)
-    if shutil.disk_usage(parent).free < ROOM:
+    if shutil.disk_usage(parent).free < SPACE_NEEDED:
         raise full(parent)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     own = os.open(folder / MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -148,11 +150,12 @@ def full(folder: str | Path) -> UserError:
                      "another folder for temporary files: export TMPDIR=...")
 
 
-HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}  # all GPUs
+HIDDEN_GPUS = {"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}  # all GPUs
 
 
 def quiet_environment(temporary: str | Path,
-                      hidden: Mapping[str, str] = HIDDEN) -> dict[str, str]:
+                      hidden: Mapping[str, str] = HIDDEN_GPUS) -> dict[str,
+                                                                       str]:
     """Return the environment, without a launcher's variables and the GPUs.
 
     The processes are on one machine, which may lack the network that the site
@@ -163,6 +166,7 @@ def quiet_environment(temporary: str | Path,
         hidden: variables that hide GPUs.
     """
     env = {key: value for key, value in os.environ.items()
-           if key not in NAMES and not key.startswith(LAUNCHER_PREFIXES)}
+           if key not in RANK_VARIABLES
+           and not key.startswith(LAUNCHER_PREFIXES)}
     return {**env, **hidden, "GLOO_SOCKET_IFNAME": LOOPBACK,
             "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}

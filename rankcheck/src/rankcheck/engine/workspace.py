@@ -60,7 +60,7 @@ class Workspace:
             sandbox: the copy of the current folder in which they run.
             fix: what to do if the script changes files outside of it.
             env: the variables of all ranks.
-            options: further fields of a `rankcheck.engine.run.Run`, but
+            options: further fields of a `rankcheck.engine.run.ScriptRun`, but
                 for the folders.
 
         Returns:
@@ -71,12 +71,13 @@ class Workspace:
             UserError: the script would have changed files, or there is no
                 room for its own.
         """
-        from rankcheck.engine.run_record import watch  # imports torch
+        from rankcheck.engine.run_record import watch_run  # imports torch
 
         options["probes"] = [sandbox, *options.get("probes", ())]
         options["cwd"] = str(sandbox.name(Path.cwd()))
         options["within"] = self.folder
-        run = watch(run, flags, record_folder, say, budget, env=env, **options)
+        run = watch_run(run, flags, record_folder, say, budget, env=env,
+                        **options)
         sandbox.require_kept(fix)
         came_to_end = all(run.records) and not any(
             rank.status for rank in run.ranks)

@@ -55,7 +55,7 @@ class Generator(torch.Generator):
         return make(cls, "cpu")
 
 
-def here(value: Any, numbered: bool = False) -> Any:
+def on_cpu(value: Any, numbered: bool = False) -> Any:
     """Return the same, but the CPU in the place of a GPU.
 
     Args:
@@ -72,8 +72,8 @@ def here(value: Any, numbered: bool = False) -> Any:
 
 
 def is_gpu(value: Any, numbered: bool = False) -> bool:
-    """Whether a value names a GPU; see `here`."""
-    return here(value, numbered) is not value
+    """Whether a value names a GPU; see `on_cpu`."""
+    return on_cpu(value, numbered) is not value
 
 
 def keep_here(log: Log, place: Any, *names: str) -> None:
@@ -98,8 +98,8 @@ def keep_here(log: Log, place: Any, *names: str) -> None:
         if is_gpu(kwargs.get("device"), numbered=True):
             take(log, kwargs["device"])
         return function(
-            *(here(arg, numbered) for arg in args),
-            **{key: here(arg, key == "device") for key, arg in kwargs.items()
+            *(on_cpu(arg, numbered) for arg in args),
+            **{key: on_cpu(arg, key == "device") for key, arg in kwargs.items()
                if key not in OF_GPUS})
 
     for name, op in zip(names, known, strict=True):
@@ -107,7 +107,7 @@ def keep_here(log: Log, place: Any, *names: str) -> None:
             _builtins._register_builtin(getattr(place, name), op)
 
 
-def gpus(log: Log) -> None:
+def simulate_gpus(log: Log) -> None:
     """Make this process see simulated GPUs from now on."""
     for function in _device._device_constructors():
         name: str = function.__name__
@@ -191,4 +191,4 @@ def gpus(log: Log) -> None:
     assign(torch.accelerator, set_device_index=set_device)
 
 
-PROBES = [gpus]
+PROBES = [simulate_gpus]

@@ -16,7 +16,7 @@ from rankcheck.record.recorder import Log, replace
 
 PATH = (str, bytes, os.PathLike)  # and no number of an open file
 # What opens a file for its caller, except what is installed within these
-TORCH = os.path.dirname(torch.__file__) + "/"
+TORCH_FOLDER = os.path.dirname(torch.__file__) + "/"
 HELPERS = (sysconfig.get_path("stdlib"), "<", str(Path(__file__).parents[1]))
 
 
@@ -76,7 +76,7 @@ def opener(script: str) -> int | str:
         installed = "-packages/" in file
         if file.startswith(here) and not installed:
             return frame.f_lineno if file == script else 0
-        if not file.startswith(TORCH) and (
+        if not file.startswith(TORCH_FOLDER) and (
                 installed or not file.startswith(HELPERS)):
             module: str = frame.f_globals["__name__"]
             return module.split(".")[0]

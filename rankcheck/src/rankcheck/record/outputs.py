@@ -28,13 +28,13 @@ from rankcheck.record.rank_record import GroupSettings
 from rankcheck.record.recorder import Log
 from rankcheck.record.tensors import Hashes, plain_name, unwrap
 
-NUMBERS = 4  # of a sample's sketch: its length, its sum, two projections
+SKETCH_SIZE = 4  # of a sample's sketch: its length, its sum, two projections
 ELEMENTS = 256  # of a sample's part of an output that are looked at, about
 AXES = ("rows", "columns", "whole")  # what is a sample; or the whole tensor
 SAMPLES = 128  # of a forward pass that are looked at, about
 CALLS = 20_000  # of modules, after which no more are recorded
 # What changes a step. A rate is another question's
-SETTINGS = (
+PLAIN_SETTINGS = (
     "weight_decay", "betas", "momentum", "dampening", "nesterov", "eps",
     "alpha", "rho", "lr_decay", "lambd", "etas", "amsgrad", "centered",
     "maximize", "momentum_decay")
@@ -188,7 +188,7 @@ class Outputs:
                 known.append(names.get(id(weight), f"parameter {number}.{at}"))
                 at += 1
             values = {}
-            for key in (*SETTINGS, "lr"):
+            for key in (*PLAIN_SETTINGS, "lr"):
                 value = plain_setting(group.get(key))
                 if value is not None:
                     values[key] = value
@@ -283,7 +283,7 @@ def views(tensor: torch.Tensor, rows: int, columns: int
 
 
 def sketch(view: torch.Tensor, picks: list[int]) -> torch.Tensor:
-    """Return `NUMBERS` numbers of each of these samples, one behind the other.
+    """Return `SKETCH_SIZE` numbers of each sample, one behind the other.
 
     All are as large as the length of its part, or smaller: a difference in
     few elements shows in the first two, one in their order in the others.
@@ -302,9 +302,9 @@ def sketch(view: torch.Tensor, picks: list[int]) -> torch.Tensor:
     places = places_in(view.shape[1:])
     some = view[(rows[:, None], *places)].cpu().double()
     count = min(size, ELEMENTS)
-    numbers = torch.empty(len(picks), NUMBERS)
+    numbers = torch.empty(len(picks), SKETCH_SIZE)
     numbers[:, 0], numbers[:, 1] = norm[rows].cpu(), total[rows].cpu()
-    numbers[:, 2:] = some @ weights(count) * (size / count) ** 0.5
+    numbers[:, 2:] = some @ random_columns(count) * (size / count) ** 0.5
     return numbers.flatten()
 
 
@@ -321,7 +321,7 @@ def places_in(shape: torch.Size) -> tuple[torch.Tensor, ...]:
 
 
 @cache
-def weights(size: int) -> torch.Tensor:
+def random_columns(size: int) -> torch.Tensor:
     """Return two columns of numbers of mean 0 and length 1, alike in every
     process.
 

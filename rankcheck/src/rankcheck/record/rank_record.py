@@ -30,7 +30,7 @@ class GroupSettings(TypedDict):
     """What is set for a group of an optimizer's parameters."""
 
     names: list[str]  # of the parameters
-    values: dict[str, tuple[float, ...]]  # of outputs.SETTINGS, and "lr"
+    values: dict[str, tuple[float, ...]]  # of outputs.PLAIN_SETTINGS, and "lr"
 
 
 class RecordedOutputs(TypedDict):

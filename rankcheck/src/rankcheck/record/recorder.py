@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 HERE = f"{Path(__file__).parent}/"
 # Other files, whose functions stand in the place of PyTorch's
-PROBES: set[str] = set()
+PROBE_FILES: set[str] = set()
 AROUND = "__call__", "_wrapped_call_impl", "_call_impl"  # the call is inside
 SAVE = torch.save  # a probe may put another in its place
 
@@ -96,7 +96,7 @@ class Log:
         # Whether set_epoch came before the sampler's start
         self.has_set_epoch: dict[DistributedSampler[Any], bool] = {}
         # Of the step to come: what is recorded, and what else is known of
-        # it. In verify a `Row` and `Notes`; the check has classes of its own
+        # it. In verify a `StepRow` and `Notes`; the check has its own classes
         self.row: Any = SimpleNamespace()
         self.notes: Any = self.row
         self.listeners: defaultdict[str, list[Callable[..., object]]] = (
@@ -154,7 +154,7 @@ class Log:
             if own:
                 lines.append((frame.f_lineno, code.co_name, called))
             if not (code.co_filename.startswith(HERE) or code.co_name in AROUND
-                    or code.co_filename in PROBES
+                    or code.co_filename in PROBE_FILES
                     or (code.co_flags & CO_NESTED and not own)):  # a wrapper
                 called = code.co_name
             frame = frame.f_back
@@ -184,7 +184,7 @@ def replace(owner: object,
         names: of the functions in it.
     """
     def put(visible: Function) -> Function:
-        PROBES.add(visible.__code__.co_filename)
+        PROBE_FILES.add(visible.__code__.co_filename)
         for name in names:
             setattr(owner, name, around(getattr(owner, name), visible))
         return visible

@@ -30,7 +30,7 @@ MUCH = 1_000_000  # elements of a message that is not looked into
 
 
 @dataclass
-class Row:
+class StepRow:
     """What led to a step, as it is recorded: a dictionary in the record."""
 
     rows: list[str] = field(default_factory=list)  # hashes of samples
@@ -77,7 +77,7 @@ class Reduction:
 class PutAside:
     """What led to gradients that were thrown away; see `Rows.on_zeroed`."""
 
-    row: Row
+    row: StepRow
     sums: dict[int, torch.Tensor]
     weighed: dict[int, torch.Tensor]
 
@@ -147,7 +147,7 @@ class Rows:
     def begin_step(self) -> None:
         """Forget what led to the last step."""
         self.log.sums, self.log.weighed = {}, {}
-        self.log.row, self.log.notes = Row(), Notes()
+        self.log.row, self.log.notes = StepRow(), Notes()
 
     def on_zeroed(self, weights: list[torch.Tensor]) -> None:
         """Put aside what led to gradients that are thrown away.
@@ -190,7 +190,7 @@ class Rows:
     def on_message(self, name: str, tensors: list[torch.Tensor],
                    group: Group | None = None) -> None:
         """Note what a collective says of the step to come."""
-        row: Row = self.log.row
+        row: StepRow = self.log.row
         notes: Notes = self.log.notes
         # in mixed precision, or compressed
         self.record.low_precision |= any(map(is_low, tensors))
@@ -220,7 +220,7 @@ class Rows:
 
     def count(self, reduction: Reduction) -> None:
         """Note a reduction of gradients."""
-        row: Row = self.log.row
+        row: StepRow = self.log.row
         row.calls += 1
         row.reduced += reduction.elements
         row.late += reduction.elements * reduction.late
@@ -248,7 +248,7 @@ class Rows:
                 return True
             stride = 1
             if grad is None or grad.is_sparse or not grad.any():  # taken away
-                stride = -(-count // parts.LARGEST)  # see `thin`
+                stride = -(-count // parts.MOST_KEPT)  # see `thin`
                 some = part[:-1] if stride > 1 else part  # without the sum
                 grad = some * log.scale
             grad = grad.detach().float().flatten().to(values.device)
@@ -324,7 +324,7 @@ class Rows:
             weights: its parameters by name.
 
         Returns:
-            The step's `Row`, and
+            The step's `StepRow`, and
 
             optimizer  its number
             rates      the learning rates of its groups
@@ -340,7 +340,7 @@ class Rows:
             weighed    see `Log`
             kept       the optimizer's state, where a run is saved or resumed
         """
-        log, now = self.log, describe(weights, thin)
+        log, now = self.log, describe_parameters(weights, thin)
         # a fused optimizer takes the scale away itself
         scale = getattr(optimizer, "grad_scale", None) or 1.0
         gradients: dict[int, torch.Tensor | None] = {
@@ -365,7 +365,8 @@ class Rows:
             "sums": describe_known(weights, log.sums),
             "weighed": describe_known(weights, log.weighed)}
         if self.kind in ("saved", "resumed"):
-            record["kept"] = parts.describe(kept(optimizer, weights))
+            record["kept"] = parts.describe_tensors(optimizer_state(optimizer,
+                                                                    weights))
         return record
 
     def on_step(self, optimizer: Optimizer) -> None:
@@ -378,8 +379,9 @@ class Rows:
                    for i, module in enumerate(self.log.modules.values())
                    for name, buffer in persistent_buffers(module)
                    if buffer.is_floating_point()}
-        self.record.steps[-1].update(weights=describe(
-            self.weights, thin), buffers=parts.describe(buffers.items()))
+        self.record.steps[-1].update(weights=describe_parameters(
+            self.weights, thin),
+            buffers=parts.describe_tensors(buffers.items()))
 
     def on_skipped(self) -> None:
         """Forget what led to a step that a GradScaler leaves out."""
@@ -395,7 +397,7 @@ class Rows:
         while time.monotonic() < end and not all(
                 map(self.has_left, range(self.size))):
             time.sleep(0.05)
-        end_workers()
+        end_loader_workers()
         sys.stdout.flush()
         os._exit(0)
 
@@ -410,7 +412,7 @@ class Rows:
         return record_file(self.log.folder or "", rank).exists()
 
 
-def end_workers() -> None:
+def end_loader_workers() -> None:
     """End the processes of data loaders, which is no error of theirs.
 
     PyTorch raises one in the main thread when a worker is killed.
@@ -429,20 +431,20 @@ def persistent_buffers(
                 yield f"{prefix}.{name}".lstrip("."), buffer
 
 
-def describe(
+def describe_parameters(
         weights: Mapping[str, torch.Tensor],
         tensor_of: Callable[[torch.Tensor], torch.Tensor | None],
         ) -> LocalTensors:
     """Return what `parts.describe` says of a tensor of each named parameter.
     """
-    return parts.describe((name, tensor_of(weight))
-                          for name, weight in weights.items())
+    return parts.describe_tensors((name, tensor_of(weight))
+                                  for name, weight in weights.items())
 
 
 def describe_known(weights: Mapping[str, torch.Tensor],
                    by_id: Mapping[int, torch.Tensor | None]) -> LocalTensors:
     """Return the same of tensors that are known by their parameters' ids."""
-    return describe(weights, lambda weight: by_id.get(id(weight)))
+    return describe_parameters(weights, lambda weight: by_id.get(id(weight)))
 
 
 def storage(tensor: torch.Tensor | None) -> int | None:
@@ -459,8 +461,8 @@ def count_bytes(tensor: torch.Tensor) -> int:
     return tensor.nbytes
 
 
-def kept(optimizer: Optimizer, weights: Mapping[str, torch.Tensor],
-         ) -> Iterator[tuple[str, torch.Tensor]]:
+def optimizer_state(optimizer: Optimizer, weights: Mapping[str, torch.Tensor],
+                    ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what an optimizer keeps for its parameters, with names."""
     for key, weight in weights.items():
         for name, value in optimizer.state.get(weight, {}).items():

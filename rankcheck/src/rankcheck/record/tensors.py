@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # How torch's wrappers lengthen the names of a model's parameters.
 WRAPPERS = ("_orig_mod.", "module.", "_checkpoint_wrapped_module.",
             "_fsdp_wrapped_module.")
-LARGEST = 8192  # elements of a tensor that are kept by `thin`
+MOST_KEPT = 8192  # elements of a tensor that are kept by `thin`
 
 # For the inputs of a model: one list for its rows, one for its columns
 Hashes = list[list[str]]
@@ -60,7 +60,7 @@ class TensorPart(NamedTuple):
     at: slice | torch.Tensor  # where they are in the whole tensor, flattened
 
 
-def describe(
+def describe_tensors(
         named: Iterable[tuple[str, torch.Tensor | None]]) -> LocalTensors:
     """Return what this rank has of tensors, as float32 on the CPU.
 
@@ -74,7 +74,7 @@ def describe(
     for name, tensor in named:
         if tensor is None:
             continue
-        if is_sharded(tensor):
+        if is_dtensor(tensor):
             sharded[plain_name(name)] = {
                 "part": tensor.to_local().detach().float().cpu().clone(),
                 "mesh": tensor.device_mesh.mesh.clone(),
@@ -88,7 +88,7 @@ def describe(
             "flat": torch.cat(flat) if flat else torch.zeros(0)}
 
 
-def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Return whether it is a DTensor, without importing what makes those.
 
     The import takes half as long as that of torch, and where nothing has
@@ -116,14 +116,14 @@ def thin(tensor: torch.Tensor | None) -> torch.Tensor | None:
     if tensor is None:
         return None
     tensor = tensor.detach()
-    if is_sharded(tensor):
+    if is_dtensor(tensor):
         return tensor.clone()
     if tensor.is_sparse:
         tensor = tensor.to_dense()
     tensor = tensor.flatten()
-    if len(tensor) <= LARGEST:
+    if len(tensor) <= MOST_KEPT:
         return tensor.cpu().clone()
-    some = tensor[::-(-len(tensor) // LARGEST)].float()
+    some = tensor[::-(-len(tensor) // MOST_KEPT)].float()
     return torch.cat([some, tensor.float().sum()[None]]).cpu()
 
 
@@ -180,19 +180,19 @@ def relative_error(actual: Mapping[str, torch.Tensor],
     """
     missing = torch.zeros(())
     squares = sum(
-        difference(actual.get(name, missing), tensor).square().sum().item()
+        subtract(actual.get(name, missing), tensor).square().sum().item()
         for name, tensor in expected.items())
     return float(squares ** 0.5) / max(length(expected), 1e-30)
 
 
-def difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def subtract(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a - b, but 0 where both are the same infinity, or both nan."""
     return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b)
 
 
 def assemble(ranks: Iterable[LocalTensors],
              same: Mapping[str, str] | None = None) -> Whole:
-    """Put tensors together from what `describe` returned on each rank.
+    """Put tensors together from what `describe_tensors` returned on each rank.
 
     Args:
         ranks: what each rank has, in the order of their ranks.
@@ -214,7 +214,7 @@ def assemble(ranks: Iterable[LocalTensors],
                 continue
             values, done = tensors[name].view(-1), filled[name].view(-1)
             again = done[at]
-            off = difference(values[at], part)[again]
+            off = subtract(values[at], part)[again]
             if off.any():
                 unequal.add(name)
                 largest = off.abs().nan_to_num(torch.inf).max().item()
@@ -230,15 +230,16 @@ def put_together(records: Iterable[Mapping[str, Any]], what: str) -> Whole:
 
     Args:
         records: of each rank, a step as rows.py records it.
-        what: the key of what `describe` returned, as "gradients".
+        what: the key of what `describe_tensors` returned, as "gradients".
     """
     return assemble([record[what] for record in records if what in record])
 
 
 def without(state: LocalTensors, names: Collection[str]) -> LocalTensors:
     """Return the same, but these tensors, which are whole on a rank."""
-    others = describe((name, part) for name, part in whole_here(state).items()
-                      if name not in names)
+    others = describe_tensors((name, part) for name, part
+                              in whole_here(state).items()
+                              if name not in names)
     return {"plain": others["plain"], "sharded": state["sharded"],
             "flat": others["flat"]}
 

@@ -29,7 +29,7 @@ from rankcheck.record.recorder import Log, assign, note, replace
 from rankcheck.record.tensors import thin, unwrap
 
 
-def clipping(log: Log) -> None:
+def watch_clipping(log: Log) -> None:
     """Keep the gradients as they were before they are clipped."""
     names = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 
@@ -50,7 +50,7 @@ def clipping(log: Log) -> None:
         setattr(clip_grad, name, getattr(nn.utils, name))
 
 
-def scaler(log: Log) -> None:
+def watch_scaler(log: Log) -> None:
     """Watch a GradScaler, also one that is disabled because there is no GPU.
     """
     @replace(torch.amp.GradScaler, "__init__")
@@ -84,7 +84,7 @@ def scaler(log: Log) -> None:
         return unscale(scaler, *args)
 
 
-def dropout(log: Log) -> None:
+def watch_dropout(log: Log) -> None:
     """Switch dropout off.
 
     dropout: whether it was. In its place a random number is drawn for each
@@ -116,7 +116,7 @@ def dropout(log: Log) -> None:
                         *args, **kwargs)
 
 
-def batchnorm(log: Log) -> None:
+def watch_batchnorm(log: Log) -> None:
     """Gather the samples in SyncBatchNorm: PyTorch's needs a GPU.
 
     batchnorm: whether the statistics of a microbatch enter the loss: by a
@@ -165,7 +165,7 @@ def batchnorm(log: Log) -> None:
             check(ddp, hook)
 
 
-def targets(log: Log) -> None:
+def watch_targets(log: Log) -> None:
     """Count the targets of a loss, which is often a mean over those."""
     @replace(F, "cross_entropy", "nll_loss")
     def count(function: Callable[..., torch.Tensor], *args: Any,
@@ -181,7 +181,7 @@ def targets(log: Log) -> None:
         return function(*args, **kwargs)
 
 
-def samplers(log: Log) -> None:
+def watch_samplers(log: Log) -> None:
     """Watch who draws what from a DistributedSampler."""
     @replace(DistributedSampler, "__iter__")
     def begin(begin: Callable[..., Iterator[int]],
@@ -196,7 +196,7 @@ def samplers(log: Log) -> None:
             log.has_set_epoch[sampler] = hasattr(sampler, "_was_told")
             if sampler.__dict__.pop("_is_told", False):
                 log.note_fact("epochs", (id(sampler), sampler.epoch))
-        return counted(log, sampler, begin(sampler))
+        return count_indices(log, sampler, begin(sampler))
 
     @replace(DistributedSampler, "set_epoch")
     def set_epoch(set_epoch: Callable[..., None], sampler: Any,
@@ -205,15 +205,15 @@ def samplers(log: Log) -> None:
         return set_epoch(sampler, epoch)
 
 
-def counted(log: Log, sampler: DistributedSampler[Any],
-            indices: Iterator[int]) -> Iterator[int]:
+def count_indices(log: Log, sampler: DistributedSampler[Any],
+                  indices: Iterator[int]) -> Iterator[int]:
     """Yield a sampler's indices; `log.drawn` counts them by its id."""
     for index in indices:
         log.drawn[id(sampler)] += 1
         yield index
 
 
-def streams(log: Log) -> None:
+def watch_streams(log: Log) -> None:
     """Watch for several workers that iterate over a stream.
 
     Each of them has the whole stream, unless it leaves some of it out.
@@ -226,7 +226,7 @@ def streams(log: Log) -> None:
         return iterate(loader)
 
 
-def zeroing(log: Log) -> None:
+def watch_zeroing(log: Log) -> None:
     """Tell that gradients are thrown away, before they are."""
     @replace(torch.optim.Optimizer, "zero_grad")
     def of_optimizer(zero_grad: Callable[..., None],
@@ -243,7 +243,7 @@ def zeroing(log: Log) -> None:
         return zero_grad(module, *args, **kwargs)
 
 
-def sharding(log: Log) -> None:
+def watch_sharding(log: Log) -> None:
     """Note what a script asks of DDP and FSDP.
 
     What `to_empty` leaves in memory becomes nan: it may be numbers by chance.
@@ -271,5 +271,6 @@ def sharding(log: Log) -> None:
         return module
 
 
-PROBES = [clipping, scaler, dropout, batchnorm, targets, samplers, streams,
-          zeroing, sharding]
+PROBES = [watch_clipping, watch_scaler, watch_dropout, watch_batchnorm,
+          watch_targets, watch_samplers, watch_streams,
+          watch_zeroing, watch_sharding]

@@ -41,8 +41,8 @@ from rankcheck.record.rank_record import RankRecord
 from rankcheck.record.recorder import Log, OptimizerSteps, Probe, replace
 from rankcheck.record.rows import (
     Notes,
-    Row,
     Rows,
+    StepRow,
     random_states,
     storage,
     take_pending,
@@ -137,7 +137,7 @@ class Modules:
         @replace(torch.Tensor, "backward")
         def backward(backward: Callable[..., None], loss: torch.Tensor,
                      *args: Any, **kwargs: Any) -> None:
-            row: Row = log.row
+            row: StepRow = log.row
             notes: Notes = log.notes
             log.scale = getattr(loss, "visible_scale", 1.0) or 1.0
             if loss.numel() == 1:
@@ -281,8 +281,8 @@ class Modules:
                 module for module in find_modules()
                 if not self.has_parameter(module) and form(module) in forms]
             self.record.copies = [
-                parts.describe((name, thin(weight)) for name, weight
-                               in module.named_parameters())
+                parts.describe_tensors((name, thin(weight)) for name, weight
+                                       in module.named_parameters())
                 for module in averages]
 
     def has_parameter(self, module: nn.Module) -> bool:

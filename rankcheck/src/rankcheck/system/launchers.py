@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 # Whichever is there: torchrun's name, Open MPI's, srun's, PMI's
-RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK",
-         "OMPI_COMM_WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-         ("PMI_RANK", "PMI_SIZE"))
+RANK_PAIRS = (
+    ("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("PMI_RANK", "PMI_SIZE"))
 # A launcher's agent is no rank, whatever srun has told it
 LAUNCHER_PROGRAMS = {
     "torchrun", "torch.distributed.run", "torch.distributed.launch",
@@ -64,7 +64,7 @@ def find_rank() -> tuple[int | None, int | None]:
     torch = find_torch()
     if torch:
         return torch.get_rank(), torch.get_world_size()
-    rank, size = read_rank(os.environ, read_command())
+    rank, size = read_rank(os.environ, read_own_command())
     if rank is None:
         rank = find_spawned()
     return rank, size
@@ -96,7 +96,7 @@ def read_rank(
     """
     if is_launcher(command):
         return None, None
-    for rank_name, size_name in RANKS:
+    for rank_name, size_name in RANK_PAIRS:
         rank, size = env.get(rank_name, ""), env.get(size_name, "")
         if rank.isdigit() and size.isdigit() and (
                 rank_name == "RANK" or int(size) > 1):
@@ -104,7 +104,7 @@ def read_rank(
     return None, None
 
 
-def read_command() -> list[str]:
+def read_own_command() -> list[str]:
     """Return this process's command line."""
     # new in Python 3.10
     return getattr(sys, "orig_argv", None) or proc.read_command("self")
@@ -163,7 +163,7 @@ def read_exits() -> dict[int | str, dict[str, Any]]:
         exits[spawned.error_pid] = {
             **known, "rank": spawned.error_index, "status": status or 1,
             "time": now}
-    if not exits and is_launcher(read_command()):
+    if not exits and is_launcher(read_own_command()):
         interrupted = isinstance(error, KeyboardInterrupt)
         exits["launcher"] = {
             "time": now, **quoted, "signal": (

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     # ("thread" or "process", its id) -> its name, its state, the CPU time that
     # it has used, in ticks, and what /proc says of its I/O
-    Work = dict[tuple[str, int], tuple[str, str, int, str]]
+    WorkTimes = dict[tuple[str, int], tuple[str, str, int, str]]
 
 WORKS = 0.02  # of a core: less is only asking whether something is there
 EXEC = 1.0  # seconds in which an execve ends, also on a busy machine
@@ -130,7 +130,7 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def see_work(pid: int, but: int | None = None) -> Work:
+def see_work(pid: int, but: int | None = None) -> WorkTimes:
     """Return what a process's threads, and the processes that it started, have
     done so far.
 
@@ -142,7 +142,7 @@ def see_work(pid: int, but: int | None = None) -> Work:
               for task in list_folder(f"/proc/{pid}/task") if task != str(but)}
     for child in descendants(pid)[1:]:
         places["process", child] = str(child)
-    work: Work = {}
+    work: WorkTimes = {}
     for key, place in places.items():
         stat = read_stat(place)
         if stat:  # else it has ended
@@ -153,8 +153,8 @@ def see_work(pid: int, but: int | None = None) -> Work:
     return work
 
 
-def describe_work(
-        before: Work, now: Work, seconds: float,
+def compare_work(
+        before: WorkTimes, now: WorkTimes, seconds: float,
         lines: Mapping[int, Sequence[Any]] | None = None) -> list[list[Any]]:
     """Tell which threads and processes have worked between two moments.
 

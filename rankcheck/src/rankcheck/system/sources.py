@@ -48,7 +48,7 @@ COLLECTIVES_FILE = "distributed/distributed_c10d.py"
 ELASTIC = re.compile("^distributed/elastic/")  # a frame around any script
 NOT_WAITING = re.compile(r"^distributed/(checkpoint|elastic)/")
 # Files of torch that read, write or wait for a process of this rank alone
-LOCAL = re.compile(
+LOCAL_TORCH = re.compile(
     r"^(distributed/|utils/data/|multiprocessing/|serialization\.py"
     r"|storage\.py|hub\.py)")
 # Methods by which a script waits for a collective, or for what a GPU has to
@@ -56,7 +56,7 @@ LOCAL = re.compile(
 MAY_WAIT = re.compile(
     r"(^|\.)(wait|result|synchronize|item|tolist|cpu|cuda|to|numpy)$"
     r"|^(BINARY|COMPARE|UNARY|TO_BOOL|POP_JUMP|STORE_SUBSCR)")
-NO_COLLECTIVE = re.compile(r"^(os|select|signal)\.")  # os.wait
+NOT_COLLECTIVE = re.compile(r"^(os|select|signal)\.")  # os.wait
 
 
 def find_folders() -> dict[str, str]:

@@ -44,7 +44,7 @@ PRELOAD_IF_NAMED = ("accelerate", "transformers.trainer")
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False"}
-CPU_VARIABLES = {**scratch.HIDDEN,
+CPU_VARIABLES = {**scratch.HIDDEN_GPUS,
                  "ACCELERATE_USE_CPU": "true"}  # else each rank trains alone
 FIX = ("fix: let it write to another folder: one below the current "
        "folder, or one with {run} in its name, which is new each time")
@@ -290,7 +290,7 @@ class Experiment:
             NotCompared: the ranks were idle for too long.
             UserError: the script could not be run.
         """
-        from rankcheck.engine.exits import explain
+        from rankcheck.engine.exits import explain_failure
         from rankcheck.engine.run_record import SECONDS, RunRecord
         from rankcheck.record import training
 
@@ -328,7 +328,8 @@ class Experiment:
             nodes=2 if kind == "nodes" else 1,
             preload=self.preload, hashes=int(kind == "hashes"))
         if run.gave_up == "waits":
-            raise NotCompared(self.describe_idle_run(size, explain(run)))
+            raise NotCompared(self.describe_idle_run(size,
+                                                     explain_failure(run)))
         if kind != "saved":
             shutil.rmtree(copy.top, ignore_errors=True)  # large checkpoints
         run.script, run.copy = program.script, copy.top

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from rankcheck.record.outputs import NUMBERS, Entry
+from rankcheck.record.outputs import SKETCH_SIZE, Entry
 from rankcheck.record.rank_record import RankRecord, RecordedOutputs
 
 # Of a sample's part of an output, relative to the length of all: what rounding
@@ -104,8 +104,8 @@ def sort_outputs(record: RecordedOutputs | None) -> Recorded:
         output = ModuleOutput(entry.model, entry.name, entry.call, entry.leaf)
         view = View(entry.axis, entry.layout, tuple(entry.shape))
         kinds.setdefault(output, entry.kind)
-        end = entry.start + NUMBERS * entry.count
-        sketches = record["flat"][entry.start:end].view(-1, NUMBERS)
+        end = entry.start + SKETCH_SIZE * entry.count
+        sketches = record["flat"][entry.start:end].view(-1, SKETCH_SIZE)
         samples = record["samples"][entry.part][entry.axis]
         for name, sketch in zip(samples, sketches, strict=True):
             key = output, view, name

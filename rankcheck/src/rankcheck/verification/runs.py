@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from rankcheck.engine.exits import ON_CPU, explain
+from rankcheck.engine.exits import RUN_ON_CPU, explain_failure
 from rankcheck.engine.findings import Finding, count_of, fail, warn
 from rankcheck.engine.run_record import RunRecord
 from rankcheck.system.errors import NotCompared
@@ -163,7 +163,7 @@ class Runs:
         if (other.gave_up == "waits"
                 or fails.text.replace("-gpus", "") == ended.text):
             return RunOutcome(run, ended)  # it came no farther
-        fix = fails.fix_text.replace(ON_CPU, "")
+        fix = fails.fix_text.replace(RUN_ON_CPU, "")
         if fix:
             fix += " " if fix.endswith("?") else "; "
         fails.fix = [fix + STOOD_IN]
@@ -175,7 +175,7 @@ def explain_end(run: RunRecord, prefix: str = "") -> Finding | None:
 
     prefix: how the finding's sentence begins.
     """
-    finding = explain(run)
+    finding = explain_failure(run)
     if finding:
         finding.sentence.insert(0, prefix)
         for error, fix in ERROR_FIXES:

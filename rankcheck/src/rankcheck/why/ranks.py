@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from rankcheck.system.sources import (
     GENERATED,
-    LOCAL,
+    LOCAL_TORCH,
     MAY_WAIT,
     MPI4PY,
-    NO_COLLECTIVE,
+    NOT_COLLECTIVE,
     PYTHON,
     SCRIPT,
     TORCH,
@@ -400,7 +400,7 @@ class Rank:
             return True
         owner = self.sources.owner(file)
         if owner == TORCH:
-            return not LOCAL.search(self.sources.path_in_torch(file))
+            return not LOCAL_TORCH.search(self.sources.path_in_torch(file))
         if owner == GENERATED or self.folders is None:
             return True
         if owner == PYTHON:  # it may wait for a thread of its own
@@ -409,7 +409,7 @@ class Rank:
         if self.callee is None:  # an older Python does not tell
             return bool(MAY_WAIT_TEXT.search(str(self.place)))
         return bool(MAY_WAIT.search(self.callee)) and (
-            not NO_COLLECTIVE.search(self.callee))
+            not NOT_COLLECTIVE.search(self.callee))
 
     @property
     def other_threads(self) -> list[ThreadStack]:

@@ -94,7 +94,7 @@ def start_watching(name: str | os.PathLike[str]) -> None:
     for known in PACKAGE_ALIASES:
         package: Any = sys.modules.setdefault(known, type(sys)(known))
         package.leave = record_exit
-    if launchers.is_launcher(launchers.read_command()):
+    if launchers.is_launcher(launchers.read_own_command()):
         return
     # by: after os.execv it is still the same rank; what a rank has started
     # has its number, and may be a monitor
@@ -435,7 +435,7 @@ class Watcher:
         after = proc.see_work(self.owner, but=self.thread)
         most = [(times, stack) for stack, times in samples.most_common(20)]
         return {"stack_samples": most, "threads": threads,
-                "work": proc.describe_work(
+                "work": proc.compare_work(
                     before, after, time.monotonic() - start, lines)}
 
     def sample_threads(self) -> list[Row]:
