@@ -515,15 +515,16 @@ def command(run):
 
 
 def credits():
-    """The README's credits: a point for each sentence, with its links.
+    """The README's credits: a point for each sentence, with its web links.
 
-    The papers are on the same page.
+    Links to files become names. The papers are on the same page.
     """
     text = (ROOT / "README.md").read_text("utf-8")
     _, _, text = text.partition("## Credits\n")
     text, _, _ = text.partition(" All papers are")
     require(text, "README.md has no credits")
     text = " ".join(text.split())
+    text = re.sub(r"\[([^]]+)\]\((?!https?:)[^)]+\)", r"\1", text)
     return re.sub(r"(?:^|(?<=\.) )(?=[A-Z])", "\n- ", text).strip()
 
 
