@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -504,6 +505,21 @@ def test_the_page_is_written_between_its_marks():
     assert "Measured on 2026-11-29, on 2 cores" in written
     assert written.endswith("<!-- end -->\nafter\n")
     assert page.make_page(written, found) == written
+
+
+def test_the_page_sums_up_what_rankcheck_has_named():
+    hang = next(case for case in CASES if case.group == HANG)
+    found = make_results()
+    found.rows.append(make_row(CASE, "rankcheck", "named"))
+    for value in "false", "named":
+        row = make_row(hang, "rankcheck", value)
+        found.rows.append(replace(row, held_out=value == "named"))
+    text = "<!-- summary of results -->\n<!-- end -->\n"
+    assert (
+        "rankcheck named 1 of 1 silent errors and 1 of 2 hangs and deaths (of "
+        "the held-out cases, which were never used while rankcheck was "
+        "changed: 0 of 0 and 1 of 1), and gave 1 false answer.\n"
+        in page.make_page(text, found))
 
 
 def test_the_picture_has_a_bar_for_each_tool_that_applies():

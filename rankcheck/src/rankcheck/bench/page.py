@@ -1,9 +1,9 @@
-"""Writes what docs/bench.md shows of results: its tables and its picture.
+"""Writes what docs/bench.md shows of results.
 
     python -m rankcheck.bench.page
 
-reads bench/results.json, and writes between the marks of the page, and
-docs/bench.svg.
+reads bench/results.json, and writes the summary and the tables between the
+marks of the page, and the picture docs/bench.svg.
 A test holds both.
 """
 
@@ -17,8 +17,10 @@ from rankcheck.bench import results
 from rankcheck.bench.cases import find_folder, load
 from rankcheck.bench.results import TITLES, Counts, Results
 from rankcheck.bench.scoring import Score
+from rankcheck.engine.findings import count_of
 
 RESULTS = "results.json"
+OURS = "rankcheck"  # the tool that the summary is about
 MARKS = re.compile(
     r"(<!-- (?P<name>\w+) of results -->\n).*?(<!-- end -->\n)", re.DOTALL)
 COLOURS = {  # readable on white and on black
@@ -97,18 +99,48 @@ def text(x: float, y: float, content: str, kind: str = "") -> str:
     return f'<text x="{x:.0f}" y="{y:.0f}"{mark}>{escape(content)}</text>'
 
 
+def describe_scores(found: Results) -> str:
+    """Return how many cases of each group rankcheck has named."""
+    totals: list[str] = []
+    held_out: list[str] = []
+    wrong = 0
+    for group, title in TITLES.items():
+        rows = [row for row in found.rows
+                if row.group == group and row.tool == OURS]
+        if not rows:
+            continue
+        counts = results.count(rows, OURS, title)
+        totals.append(f"{describe_named(counts)} {title}")
+        held_rows = [row for row in rows if row.held_out]
+        held_out.append(describe_named(results.count(held_rows, OURS, title)))
+        wrong += counts.numbers[Score.FALSE]
+    if not totals:
+        return "rankcheck was asked about no case.\n"
+    return (f"rankcheck named {' and '.join(totals)} (of the held-out cases, "
+            "which were never used while rankcheck was changed: "
+            f"{' and '.join(held_out)}), and gave "
+            f"{count_of(wrong, 'false answer')}.\n")
+
+
+def describe_named(counts: Counts) -> str:
+    """Return how many of the cases that a tool applies to it has named."""
+    return f"{counts.numbers[Score.NAMED]} of {counts.applied}"
+
+
 def describe_run(found: Results) -> str:
     """Return when and with what the results were measured."""
-    versions = ", ".join(f"{name} {version}"
+    # older documents have the version of py-spy as it prints that itself
+    versions = ", ".join(f"{name} ({version.removeprefix('py-spy ')})"
                          for name, version in found.versions.items())
     return (f"Measured on {found.date[:10]}, on {found.cores} cores, in "
-            f"{found.seconds / 60:.0f} minutes: {versions}.\n")
+            f"{found.seconds / 60:.0f} minutes, with {versions}.\n")
 
 
 def make_page(page: str, found: Results) -> str:
-    """Return the page with the tables of these results."""
+    """Return the page with the summary and the tables of these results."""
     tables = results.make_table(found).split("\n\n")
-    parts = {"run": describe_run(found), "table": f"{tables[0]}\n",
+    parts = {"summary": describe_scores(found), "run": describe_run(found),
+             "table": f"{tables[0]}\n",
              "kinds": "\n\n".join(tables[1:]).rstrip() + "\n"}
 
     def fill(mark: re.Match[str]) -> str:

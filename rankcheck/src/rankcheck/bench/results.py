@@ -189,9 +189,9 @@ def make_table(results: Results) -> str:
 
 def make_total(results: Results) -> str:
     """Return the table of all cases of both groups."""
-    lines = ["| tool | cases | named | by a warning only | noticed | missed "
-             "| false | not applicable | named, held out | warnings about "
-             "right scripts |",
+    lines = ["| tool | cases | named | of those, only by a warning | noticed "
+             "| missed | false | not applicable | named, held out | warnings "
+             "about correct scripts |",
              "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"]
     for group, title in TITLES.items():
         rows = [row for row in results.rows if row.group == group]

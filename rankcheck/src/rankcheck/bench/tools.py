@@ -324,7 +324,7 @@ class PySpy(Tool):
             return "not installed"
         done = subprocess.run(["py-spy", "--version"], text=True,
                               capture_output=True, check=False)
-        return done.stdout.strip()
+        return done.stdout.strip().removeprefix("py-spy ")
 
     def why_not(self, case: Case) -> str:
         if case.group == SILENT:
