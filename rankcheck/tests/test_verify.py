@@ -21,6 +21,7 @@ from rankcheck.verification.command import verify
 from rankcheck_testing.support import HOUSE, edit, link_package, needs
 from rankcheck_testing.verify_cases import (
     CASES,
+    STYLES,
     find_needs,
     make_params,
     outcome,
@@ -41,6 +42,7 @@ def test_a_script(case, tmp_path):
 
 def test_the_places_of_the_changes_are_there():
     assert CASES and all(case.script() for case in CASES)
+    assert {*STYLES} <= {case.group for case in CASES}
 
 
 @pytest.mark.parametrize("number", [-1, 1, 65, 100_000])

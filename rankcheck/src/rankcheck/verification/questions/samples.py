@@ -574,18 +574,19 @@ def compare_rates(case: Comparison, single_rates: list[float],
     if all(are_close(rate, ratio * expected) for rate, expected in pairs):
         return RateComparison(
             f"the learning rate is {ratio:.3g} times that of 1 process", ratio)
-    text = (f"the learning rate is {rates[first]:.3g}, with 1 process "
-            f"{single_rates[first]:.3g}")
+    text = (f"the learning rate is {rates[first]:.3g}, but "
+            f"{single_rates[first]:.3g} with 1 process")
     if first:
         text += f", in step {first}"
     ahead = single_rates[::case.size]
     kind = "batch-size"
     if len(ahead) > first and all(map(are_close, rates, ahead)):
-        kind = "schedule-stepped-by-each-rank"
         text += (", as if its schedule advanced "
                  f"{case.size} times per step")
-        if case.frozen_run:
+        if case.frozen_run:  # then that may be meant
             text += " (it is the same after as many samples)"
+        else:
+            kind = "schedule-stepped-by-each-rank"
     return RateComparison(text, None, kind=kind)
 
 
