@@ -20,6 +20,12 @@ WRITTEN = ("<!-- Written by `python -m slides --markdown` from "
            "workshop/lessons/{name}.md and solutions/: edit these. -->\n\n")
 ANCHORS = "and shows where it begins."
 DIFFS = "and shows its whole diff."
+PLACES = """\
+In a diff, `@@ line 40, main @@` means line 40 of the complete script, which is
+in `main`. If lines are only removed there, it means line 40 of the script
+before this lesson.
+
+"""
 
 INDEX = """\
 <!-- Written by `python -m slides --markdown`: edit slides/lessons.py. -->
@@ -49,7 +55,7 @@ def page(stage: str) -> str:
             f"lesson {stage}: its introduction does not say '{ANCHORS}'")
     document = document.replace(ANCHORS, DIFFS)
     head, *changes = re.split(r"(?m)^(?=## \d+\. )", document)
-    parts = [WRITTEN.format(name=stage), head]
+    parts = [WRITTEN.format(name=stage), head, PLACES]
     for number, change in enumerate(changes, 1):
         whole = text.diff_of(stage, number)
         parts.append(documents.BLOCK.sub(

@@ -3,9 +3,10 @@
     python train.py                           # one process
     torchrun --nproc-per-node 4 train.py      # four; under SLURM: batch.sh
 
-Replace `Rings` by your data and `Model` by your model. What a step computes
-does not depend on the number of processes. A run is a folder with metrics.csv
-and the newest two checkpoints; when killed, it goes on with --resume.
+Replace `Rings` with your data and `Model` with your model. What a step
+computes does not depend on the number of processes. A run is a folder with
+metrics.csv and the newest two checkpoints; when killed, it goes on with
+--resume.
 """
 
 import argparse

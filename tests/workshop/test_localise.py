@@ -93,7 +93,7 @@ def test_two_mistakes_in_a_style_of_one_s_own(tmp_path, capsys):
         number = 1 + script.splitlines().index(line)
         assert f"It is {change(title)}, line {number}" in out, out
     assert out.count("It is change") == 2
-    hint, reason = "Which are its next two", "the next B samples belong"
+    hint, reason = "Which are its next two", "the samples up to the end of"
     assert out.index("Move on past") < out.index(hint) < out.index(reason)
     assert out.index("It is change") < out.index("Not correct yet.")
 
