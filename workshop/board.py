@@ -42,11 +42,16 @@ from workshop.html import (
 VERDICT_MARKS = {"ok": "ok", "warn": "!", "FAIL": "x", "and": "-"}
 SIGNS = {"ok": ("yes", "✓"), "warn": ("hm", "!"), "FAIL": ("no", "✗"),
          "and": ("and", "·")}
-MEANING = {"ok": "correct", "warn": "correct, with a warning",
-           "FAIL": "the first failure", "and": "follows from it"}
-NOT_ASKED = "not asked"
+MEANING = {"ok": "correct", "warn": "warning", "FAIL": "first failure",
+           "and": "consequence of that failure"}
+NOT_ASKED = "not checked"
+COLUMNS = {"operations": "each operation alone",
+           "uneven": "a minibatch that cannot be shared",
+           "resumed": "a resumed run", "stopped": "a run stopped early",
+           "bf16": "--precision bf16", "fsdp2": "--strategy fsdp2"}
 WORST = ("FAIL", "warn", "and", "ok", "")  # "": what was not seen
-FOLDED_ROWS = (("and", "1 more follows from it", "{} more follow from it"),
+FOLDED_ROWS = (("and", "1 further finding follows from this one",
+           "{} further findings follow from this one"),
                ("ok", "1 question, correct", "{} questions, all correct"),
                ("", "1 thing was not checked", "{} things were not checked"))
 Verdicts = Mapping[str, str]  # of one question: by the run's name
@@ -129,8 +134,21 @@ class Board:
                 line += (f"\033[{code}m{mark:>{size}}\033[0m" if colour
                          else f"{mark:>{size}}")
             lines += [*above, line.rstrip()]
-        return "\n".join([*lines, "",
-                          *textwrap.wrap(legend(VERDICT_MARKS), width)])
+        return "\n".join([*textwrap.wrap(self.describe_columns(), width),
+                          *textwrap.wrap(legend(VERDICT_MARKS), width), "", *lines])
+
+    def describe_columns(self) -> str:
+        """Return what the columns' names mean, in one line."""
+        known = [f"{name}: {COLUMNS[name]}" for name in self.columns
+                 if name in COLUMNS]
+        if any(name.isdecimal() for name in self.columns):
+            known.insert(0, "number of processes")
+        if not known:
+            return self.about
+        text = f"Columns: {'; '.join(known)}."
+        if self.about:
+            text += f" {self.about}"
+        return text
 
     def to_html(self, pictures: str = "") -> str:
         """The verdict, its reasons, the questions that failed, and pictures.
@@ -158,7 +176,7 @@ class Board:
                     for name in verdicts}
             signs = {kind: sign for kind, (_, sign) in SIGNS.items()}
             out += [self.table(shown), paragraph(" ".join(filter(
-                None, (legend(signs), self.about))), "legend")]
+                None, (self.describe_columns(), legend(signs)))), "legend")]
         out = [f'<div class="beside"><div>{"".join(out)}</div>{pictures}'
                "</div>"]
         for verdict, one, more in FOLDED_ROWS:
@@ -224,9 +242,9 @@ class Board:
 
 def legend(signs: Mapping[str, str]) -> str:
     """Return the signs' meanings in one line. signs: {verdict: sign}."""
-    known = "; ".join(f"{sign} {MEANING[verdict]}"
+    known = "; ".join(f"{sign} = {MEANING[verdict]}"
                       for verdict, sign in signs.items())
-    return f"{known}; empty: {NOT_ASKED}."
+    return f"{known}; blank = {NOT_ASKED}."
 
 
 class CheckTerminal(report.Terminal):

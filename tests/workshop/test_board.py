@@ -118,8 +118,10 @@ def board():
                                         "after a checkpoint", verdict]})),
             {"finding": ["FAIL", "it is off", "look"]},
             {"finding": ["and", "that is off, too", ""]},
-            {"cause": ["It is change 3 (Wrap `it`), line 7", "Why.", ""]},
-            {"cause": ["It is change 5", "The `line`.", "Which of two?"]},
+            {"cause": ["The error is in change 3 (Wrap `it`), line 7", "Why.",
+                       ""]},
+            {"cause": ["The error is in change 5", "The `line`.",
+                       "Which of two?"]},
             {"say": "Not correct yet."}, {"right": False}):
         board.update(event)
     return board

@@ -218,14 +218,14 @@ def test_an_error_of_the_check_itself_is_no_verdict(
     monkeypatch.setattr(
         classroom, "note_progress", lambda *what, **more: noted.append(what))
     broken = [replace(question, find=lambda examined: examined.nothing)
-              if question.title == "it runs to its end" else question
+              if question.title == "the script runs to the end" else question
               for question in questions.QUESTIONS]
     monkeypatch.setattr(questions, "QUESTIONS", broken)
     report = check_script("ddp", STAGES["ddp"].solution)
     out = capsys.readouterr().out
     assert report.status == 2 and not report.ok and not noted
     error, = report.internal_errors
-    assert error.startswith("it runs to its end: AttributeError: ")
+    assert error.startswith("the script runs to the end: AttributeError: ")
     assert not report.failures and "FAIL" not in out
     assert out.endswith("\nThe check itself failed, so this is not a "
                         "verdict.\n")

@@ -52,14 +52,14 @@ def test_a_deep_expression_is_no_mistake(tmp_path):
     one.source = DEEP.encode()
     verdicts = {}
     for question in QUESTIONS:
-        if question.title in ("every name that it uses is defined",
+        if question.title in ("all names that the script uses are defined",
                               "each process asks for its own device"):
             finding, = question.ask(Examined(one, one, "whole"))
             verdicts[finding.text] = finding.verdict
     assert verdicts == {
         "each process asks for its own device": "ok",
-        "it was not checked whether every name that it uses is defined":
-            "warn"}
+        "it was not checked whether all names that the script uses are "
+        "defined": "warn"}
     solution = STAGES["ddp"].solution.read_text()
     diff = Diff("ddp", script, (solution + DEEP).encode())
     assert not diff.remaining and len(diff.other_changes) == 1
@@ -104,7 +104,7 @@ def test_no_change_is_named_where_the_check_itself_fails(
         CheckTerminal(False),
         Outcome(planned, run(RankExit(0, "", "")), [], mistake,
                                       []), mistake)
-    assert ("It is " in capsys.readouterr().out) == (not errors)
+    assert ("The error is in " in capsys.readouterr().out) == (not errors)
 
 
 def test_what_follows_is_folded(capsys):
@@ -112,7 +112,7 @@ def test_what_follows_is_folded(capsys):
         ("ok", "it ends"), ("FAIL", "off by 5"), ("and", "so is the loss"))]
     for verbose, lines in ((False, [
             "  FAIL     off by 5",
-            "           (1 more follows from it)"]), (True, [
+            "           (1 further finding follows from this one)"]), (True, [
             "  ok       it ends", "  FAIL     off by 5",
             "  follows  so is the loss"])):
         experiment.tell_findings(CheckTerminal(verbose), found, 1.0,

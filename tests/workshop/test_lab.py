@@ -287,7 +287,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     assert page.locator(".ws h3").count() == 1
     checked = lesson.run('check("ddp")', key="Shift+Enter")
     assert checked.startswith("Not correct yet.")
-    assert "FAIL" in checked and "It is change" in checked
+    assert "FAIL" in checked and "The error is in change" in checked
     # the verdict, its reason and the row that failed are in sight
     for place in ("strong:has-text('Not correct yet.')",
                   "strong:has-text('FAIL')",
@@ -295,7 +295,7 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
         lesson.in_sight(f".ws .beside {place}")
     assert page.locator("table.check:visible td.no").count() == 1
     follow_line(page, page.locator(".ws .beside a", has_text="line ").first)
-    page.locator(".ws summary", has_text="more follow from it").click()
+    page.locator(".ws summary", has_text="follow from this one").click()
     assert page.locator(".ws svg desc").count() == 1  # who read what
     lesson.run("cadence()")
     lesson.can_be_read()

@@ -91,11 +91,11 @@ def test_two_mistakes_in_a_style_of_one_s_own(tmp_path, capsys):
             ("Average the losses",
              "        mean_loss, stop = (report / world_size).tolist()")):
         number = 1 + script.splitlines().index(line)
-        assert f"It is {change(title)}, line {number}" in out, out
-    assert out.count("It is change") == 2
+        assert f"The error is in {change(title)}, line {number}" in out, out
+    assert out.count("The error is in change") == 2
     hint, reason = "Which are its next two", "the samples up to the end of"
     assert out.index("Move on past") < out.index(hint) < out.index(reason)
-    assert out.index("It is change") < out.index("Not correct yet.")
+    assert out.index("The error is in change") < out.index("Not correct yet.")
 
 
 @pytest.mark.whole
@@ -108,8 +108,8 @@ def test_a_script_that_cannot_be_compared(tmp_path, capsys):
         "latin-1"))
     assert not check_script("ddp", path).ok
     out = capsys.readouterr().out
-    assert "rank 1 uses device 0" in out and "It is" not in out
-    assert out.rstrip().endswith("Not correct yet. Use -v for details.")
+    assert "rank 1 uses device 0" in out and "The error is" not in out
+    assert out.rstrip().endswith("Use -v for details.")
 
 
 def test_what_the_lesson_cannot_do_either_is_no_change():

@@ -157,7 +157,7 @@ class StageCheck:
             if not outcome.is_right:
                 break
         report = make_report(self.bench, outcomes)
-        self.conclude(report, outcomes)
+        self.conclude(report, outcomes, len(plan))
         return report
 
     # ------------------------------------------------------ what is printed
@@ -171,9 +171,9 @@ class StageCheck:
             self.out.report(
                 about=f"{shown[0]}: pipeline x data x tensor parallel.")
         script = self.bench.script
-        self.out.say(f"{script.name}, last {saved_at(script)}, against the "
-                     "single-device stage, which runs first: preset tiny, "
-                     f"fp32, {STEPS} steps")
+        self.out.say(f"Comparing {script.name}, last {saved_at(script)}, with "
+                     "the single-device stage (run first). Settings: preset "
+                     f"tiny, fp32, {STEPS} steps")
 
     def tell(self, outcome: Outcome) -> None:
         """Tell what a run has shown."""
@@ -188,8 +188,12 @@ class StageCheck:
         tell_findings(self.out, outcome.findings, run.seconds,
                       verbose=self.verbose)
 
-    def conclude(self, report: Report, outcomes: Sequence[Outcome]) -> None:
-        """Tell what is wrong and why, or that all is right."""
+    def conclude(self, report: Report, outcomes: Sequence[Outcome],
+                 planned: int) -> None:
+        """Tell what is wrong and why, or that all is right.
+
+        planned: the number of runs if none is wrong.
+        """
         last = outcomes[-1]
         if report.internal_errors:
             self.out.say("\nThe check itself failed, so this is not a "
@@ -200,6 +204,9 @@ class StageCheck:
             else:
                 diagnose(self.bench, self.out, last, last.mistake)
             verdict = "\nNot correct yet."
+            if len(outcomes) < planned:
+                verdict += (" The check stopped after run "
+                            f"{len(outcomes)} of {planned}.")
             if isinstance(self.out, CheckTerminal) and not self.verbose:
                 verdict += " Use -v for details."
             self.out.say(verdict)
@@ -224,9 +231,11 @@ class StageCheck:
         tried = documents.load_changes(self.bench.stage)[change.number - 1]
         if change.place:
             self.out.say(
-                f"           It is change {change.number}{change.place}.")
+                f"           The error is in change {change.number}"
+                f"{change.place}.")
         text = f"Change {change.number} ({tried.title}){change.place}"
         give_reason(self.out, text, first_sentences(tried.why), tried.hint)
+        self.out.say(f"           {fix_of(self.bench.stage, change.number)}")
 
 
 def make_report(bench: Bench, outcomes: Sequence[Outcome]) -> Report:
@@ -249,8 +258,11 @@ def tell_findings(out: Quiet, findings: Sequence[Finding], seconds: float, *,
                                 finding.fix_text])
     count = Counter(finding.verdict for finding in findings)
     if count["FAIL"] and count["and"]:
-        verb = "follows" if count["and"] == 1 else "follow"
-        out.report(summary=f"           ({count['and']} more {verb} from it)")
+        noun, verb = "findings", "follow"
+        if count["and"] == 1:
+            noun, verb = "finding", "follows"
+        out.report(summary=f"           ({count['and']} further {noun} "
+                           f"{verb} from this one)")
     elif not count["FAIL"]:
         text = f"{count_of(count['ok'], 'question')} ({seconds:.1f} s)"
         if len(findings) == 1:
@@ -317,8 +329,8 @@ def diagnose(bench: Bench, out: Quiet, outcome: Outcome,
         out.say(f"           {left}. {next_command(mine)}")
         out.report(cause=[left, next_command(mine), ""])
         return
-    out.say("           Looking for the change that it is, by versions of "
-            "your script.")
+    out.say("           Looking for the faulty change by testing variants of "
+            "your script ...")
     items = localise.in_order(diff, mistake.lines)
     # what a script with these differences shows; None: it is right, or no
     # Python
@@ -334,7 +346,7 @@ def diagnose(bench: Bench, out: Quiet, outcome: Outcome,
             known[key] = None
             if data and reminder.is_due(time.monotonic()):
                 out.say("           still looking: "
-                        f"{count_of(len(known) - 1, 'version')} tried")
+                        f"{count_of(len(known) - 1, 'variant')} tried")
             if data:
                 known[key] = try_part(bench, outcome.planned, data,
                                       diff.script.data)
@@ -389,7 +401,7 @@ def try_part(bench: Bench, planned: StageRunPlan, data: bytes, yours: bytes
 def tell_cause(out: Quiet, diff: Diff, part: Sequence[RemainingChange],
                found: Mistake | None, mistake: Mistake) -> None:
     """Tell which differences are the mistake, and what the lesson does."""
-    text = f"It is {localise.name_changes(part)}"
+    text = f"The error is in {localise.name_changes(part)}"
     if found and found.text != mistake.text:
         text += f": {found.text}"
     out.say(f"           {text}.")
@@ -399,10 +411,19 @@ def tell_cause(out: Quiet, diff: Diff, part: Sequence[RemainingChange],
     if changes:
         hint = changes[0].hint
     if kept:  # a change's reason would be another
-        reason = f"The lesson keeps this line: `{kept}`."
+        reason = ("Your script changes or omits this line, which the lesson "
+                  f"leaves unchanged: `{kept}`.")
     elif changes:
         reason = first_sentences(changes[0].why)
     give_reason(out, text, reason, hint)
+    if changes:
+        out.say(f"           {fix_of(diff.stage, changes[0].number)}")
+
+
+def fix_of(stage: str, number: int) -> str:
+    """Return where to read about a change that is wrong."""
+    return (f"fix: `python -m workshop diff {stage} {number}` shows the "
+            "change and its reason")
 
 
 def first_sentences(why: str) -> str:

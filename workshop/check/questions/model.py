@@ -146,7 +146,7 @@ def check_tied_weights(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@check_question("it trains in the precision that is asked for",
+@check_question("the model trains in the requested precision",
                 ("whole", "bf16"))
 def check_precision(run: StageRun, reference: StageRun) -> Finding | None:
     wanted = "bf16" if "bf16" in run.more else "fp32"
@@ -184,7 +184,8 @@ def check_gradients(run: StageRun, reference: StageRun) -> Finding | None:
             name = min(actual.unequal,
                        key=lambda name: ("ln_" not in name, name))
             return fail(f"gradients of step {step} differ between rank 0 and "
-                        f"rank {min(unequal)}, such as that of {name}",
+                        f"rank {min(unequal)}, for example the gradient of "
+                        f"{name}",
                         ranks=unequal, numbers={"step": step},
                         kind="unequal-gradients")
         error = actual.error(expected)

@@ -41,7 +41,7 @@ def check_operations(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@check_question("it trains with kernels of its own",
+@check_question("the script trains with its own kernels",
                 where=lambda run: run.about.kernels)
 def check_own_kernels(run: StageRun, reference: StageRun) -> Finding | None:
     for name in run.facts("pytorch"):
@@ -63,7 +63,7 @@ def check_updated_model(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@check_question("it runs to its end", ("whole", "resumed", "bf16", "fsdp2"),
+@check_question("the script runs to the end", ("whole", "resumed", "bf16", "fsdp2"),
                 early=True)
 def check_end(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether every rank finishes, after all steps."""
@@ -83,7 +83,7 @@ def check_end(run: StageRun, reference: StageRun) -> Finding | None:
                         f"{STEPS - run.first_step}", ranks=[rank],
                         numbers={"steps": len(record.samples)},
                         kind="uneven-steps")
-    return ok(f"it runs to its end ({run.seconds:.1f} s)", kind="runs")
+    return ok(f"the script runs to the end ({run.seconds:.1f} s)", kind="runs")
 
 
 @check_question("each rank holds its part of the model",
@@ -125,7 +125,7 @@ def uses_trainer(run: StageRun) -> bool:
     return run.about.trainer or bool(run.facts("fit"))
 
 
-@check_question("it trains with Lightning", where=uses_trainer)
+@check_question("the script trains with Lightning", where=uses_trainer)
 def check_trainer(run: StageRun, reference: StageRun) -> Finding | None:
     if not run.about.trainer:
         return fail(f"trainer.fit() is called: it is not stage {run.stage}",
@@ -184,7 +184,7 @@ def check_devices(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@check_question("every name that it uses is defined")
+@check_question("all names that the script uses are defined")
 def check_definitions(run: StageRun, reference: StageRun) -> Finding | None:
     """Also in code that the check does not run, as under --compile."""
     for message in Checker(run.tree()).messages:
@@ -208,7 +208,7 @@ def check_uneven(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@check_question("it is compiled if that is asked for",
+@check_question("the model is compiled if requested",
                 ("whole", "stopped", "fsdp2"))
 def check_compiled(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether what torch.compile returns is what is called."""

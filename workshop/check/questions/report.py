@@ -31,7 +31,7 @@ check_column("loss", "losses agree at every step", "logged loss", 1e-5,
 check_column("val_loss", "validation losses agree", "validation loss", 1e-5)
 
 
-@check_question("no more is evaluated than by the single device")
+@check_question("no more samples are evaluated than on one device")
 def check_evaluated(run: StageRun, reference: StageRun) -> Finding | None:
     expected, actual = (
         sum(record.evaluated for record in one.all_records) // one.mesh.tp
@@ -43,7 +43,7 @@ def check_evaluated(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@check_question("the logged seconds are those of the steps")
+@check_question("the logged times are the step times")
 def check_logged_seconds(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether the logged seconds are plausible: the run took longer."""
     logged = sum(read_number(row, "seconds") for row in run.rows)
@@ -92,7 +92,7 @@ def check_generated_texts(run: StageRun,
     return None
 
 
-@check_question("its checkpoints match the single device's")
+@check_question("the checkpoints match the single device's")
 def check_checkpoint(run: StageRun, reference: StageRun) -> Finding | None:
     """The whole state by name: weights, and the optimizer's moments."""
     if run.state is None:
