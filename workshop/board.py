@@ -135,7 +135,8 @@ class Board:
                          else f"{mark:>{size}}")
             lines += [*above, line.rstrip()]
         return "\n".join([*textwrap.wrap(self.describe_columns(), width),
-                          *textwrap.wrap(legend(VERDICT_MARKS), width), "", *lines])
+                          *textwrap.wrap(legend(VERDICT_MARKS), width), "",
+                          *lines])
 
     def describe_columns(self) -> str:
         """Return what the columns' names mean, in one line."""

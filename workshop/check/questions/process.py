@@ -63,8 +63,8 @@ def check_updated_model(run: StageRun, reference: StageRun) -> Finding | None:
     return None
 
 
-@check_question("the script runs to the end", ("whole", "resumed", "bf16", "fsdp2"),
-                early=True)
+@check_question("the script runs to the end",
+                ("whole", "resumed", "bf16", "fsdp2"), early=True)
 def check_end(run: StageRun, reference: StageRun) -> Finding | None:
     """Whether every rank finishes, after all steps."""
     finding = exits.explain_failure(run)
