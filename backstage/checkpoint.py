@@ -327,7 +327,7 @@ def outline(model: nn.Module,
     optimizer than AdamW are left to PyTorch.
     """
     tensors: State = state_dict.get_model_state_dict(model)
-    described = {(name, "weight"): describe(weight)
+    described = {(name, "weight"): dtype_and_shape(weight)
                  for name, weight in tensors.items()}
     if isinstance(optimizer, torch.optim.AdamW):
         weights = dict(model.named_parameters())
@@ -335,13 +335,14 @@ def outline(model: nn.Module,
             weights.pop(TIED[1], None)
         for name, weight in weights.items():
             described[name, "step"] = "float ()"
-            described |= {(name, what): describe(weight) for what in MOMENTS}
+            described |= {
+                (name, what): dtype_and_shape(weight) for what in MOMENTS}
     every = (on_every_rank(described) if is_sharded(model)
              else [described])
     return {key: text for part in every for key, text in part.items()}
 
 
-def describe(tensor: torch.Tensor) -> str:
+def dtype_and_shape(tensor: torch.Tensor) -> str:
     """For example "float (768, 768)"."""
     kind = "float" if tensor.is_floating_point() else tensor.dtype
     return f"{kind} {tuple(tensor.shape)}"
@@ -370,6 +371,6 @@ def check_fit(file: StrPath, state: State, wanted: Outline) -> None:
             require(not tensor.isnan().any(), f"the {name} contains NaN")
         for key in [*wanted, *found]:
             here = wanted.get(key, "missing")
-            there = describe(found[key]) if key in found else "missing"
+            there = dtype_and_shape(found[key]) if key in found else "missing"
             require(here == there,
                     f"{key[0]}: its {key[1]} is {there}, not {here}")

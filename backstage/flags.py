@@ -76,18 +76,19 @@ def parse(Hyperparameters: type[Hp], presets: Mapping[str, Hp],
     given = {name: value for name, value in vars(hp).items() if name in flags}
     saved = read_hyperparameters(hp) if hp.resume else {}
     device = find_device((saved | given).get("device", "auto"))
-    hp, config, why = choose(presets, models, saved, given, device)
+    hp, config, why = choose_hyperparameters(
+        presets, models, saved, given, device)
     errors.check_numbers(hp, least)
     if not given.get("microbatch_size"):
         hp.microbatch_size = choose_microbatch_size(hp, device)
     dataset.check_shards(hp.data, hp.sequence_length)
-    track.check(hp.track)
+    track.require_tracker(hp.track)
     if os.environ.get("RANK", "0") == "0":
-        announce(hp, presets[hp.preset], device, why)
+        announce_run(hp, presets[hp.preset], device, why)
     return hp, config
 
 
-def choose(
+def choose_hyperparameters(
         presets: Mapping[str, Hp], models: Mapping[str, Config],
         saved: dict[str, Any], given: dict[str, Any],
         device: torch.device) -> tuple[Hp, Config, list[str]]:
@@ -134,7 +135,7 @@ def choose(
     return hp, config, why
 
 
-def announce(hp: StageFlags, preset: StageFlags, device: torch.device,
+def announce_run(hp: StageFlags, preset: StageFlags, device: torch.device,
              why: list[str]) -> None:
     """Print the log's first line, and before it what may be unwanted."""
     if hp.warmup_steps > hp.max_steps > 0:

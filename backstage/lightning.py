@@ -41,7 +41,7 @@ warnings.filterwarnings("ignore", module=r"lightning\.")
 
 
 @dataclass(frozen=True)
-class StepRow:
+class PendingStep:
     """The values of a finished step that is not logged yet."""
 
     loss: float
@@ -141,7 +141,7 @@ class LitRun(L.Callback):
         self.begin_step()
 
     def begin_step(self) -> None:
-        self.row: StepRow | None = None
+        self.row: PendingStep | None = None
         self.start_time = time.perf_counter()
         self.mean_loss = torch.zeros((), device=self.device)
 
@@ -171,7 +171,7 @@ class LitRun(L.Callback):
         seconds = time.perf_counter() - self.start_time
         self.run.check_finite(self.step - 1, loss, norm)
 
-        self.row = StepRow(loss, self.lr, norm, seconds)
+        self.row = PendingStep(loss, self.lr, norm, seconds)
         self.last = self.step == trainer.max_steps
         self.stopping = bool(stop)
         trainer.should_stop = self.last or self.stopping

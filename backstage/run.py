@@ -211,8 +211,8 @@ class Run:
                 line += f"; resuming after step {step - 1} from {file}"
                 line += self.metrics.kept
             print(line, flush=True)
-            if hp.track in track.TOOLS:
-                self.tracker = track.TOOLS[hp.track](
+            if hp.track in track.TRACKERS:
+                self.tracker = track.TRACKERS[hp.track](
                     self.folder, step, self.record)
         return step
 

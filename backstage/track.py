@@ -25,9 +25,9 @@ from backstage.files import new_folder
 from backstage.world import call_on_rank_0, get_rank_and_size
 
 
-def check(name: str) -> None:
+def require_tracker(name: str) -> None:
     """Raise a `UserError` if the tool is not installed. All ranks."""
-    require(name not in TOOLS or importlib.util.find_spec(name),
+    require(name not in TRACKERS or importlib.util.find_spec(name),
             f"--track {name} needs a package that is not installed; fix: "
             f"pip install {name}")
 
@@ -65,7 +65,7 @@ class Wandb:
 
 
 # by their packages
-TOOLS: dict[str, type[TensorBoard] | type[Wandb]] = {
+TRACKERS: dict[str, type[TensorBoard] | type[Wandb]] = {
     "tensorboard": TensorBoard, "wandb": Wandb}
 # Steps that do not count: those that allocate and compile, one in which the
 # profiler warms up, and the first that it records, which starts late.

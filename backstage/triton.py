@@ -21,7 +21,7 @@ import torch
 from backstage.errors import UserError, leave, report
 
 
-def load() -> Any:
+def load_triton() -> Any:
     """Triton's module; raises a `UserError` where it is not installed."""
     command_line = " ".join(sys.argv).replace("=", " ")
     on_cpu = not torch.cuda.is_available() or "--device cpu" in command_line
@@ -67,7 +67,7 @@ def fix_interpreter() -> None:
 
 
 try:
-    triton = load()
+    triton = load_triton()
     tl, INTERPRETED = triton.language, triton.knobs.runtime.interpret
 except UserError as error:  # no main() has begun that would say it
     leave(report(error))

@@ -45,7 +45,7 @@ SIGNS = {"ok": ("yes", "✓"), "warn": ("hm", "!"), "FAIL": ("no", "✗"),
 MEANING = {"ok": "correct", "warn": "warning", "FAIL": "first failure",
            "and": "consequence of that failure"}
 NOT_ASKED = "not checked"
-COLUMNS = {"operations": "each operation alone",
+COLUMN_MEANINGS = {"operations": "each operation alone",
            "uneven": "a minibatch that cannot be shared",
            "resumed": "a resumed run", "stopped": "a run stopped early",
            "bf16": "--precision bf16", "fsdp2": "--strategy fsdp2"}
@@ -140,8 +140,8 @@ class Board:
 
     def describe_columns(self) -> str:
         """Return what the columns' names mean, in one line."""
-        known = [f"{name}: {COLUMNS[name]}" for name in self.columns
-                 if name in COLUMNS]
+        known = [f"{name}: {COLUMN_MEANINGS[name]}" for name in self.columns
+                 if name in COLUMN_MEANINGS]
         if any(name.isdecimal() for name in self.columns):
             known.insert(0, "number of processes")
         if not known:

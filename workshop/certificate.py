@@ -159,10 +159,10 @@ def write_text(folder: Path) -> Text:
         raise UserError(f"{show_path(folder)} generates no text: "
                         f"{interpreter.last_line(printed)}")
     body = rest.rstrip("\n").rpartition("\n")[0]  # the last line: the speed
-    return Text(describe_run(runs.read_run(folder)), body)
+    return Text(summarize_run(runs.read_run(folder)), body)
 
 
-def describe_run(run: runs.RecordedRun) -> str:
+def summarize_run(run: runs.RecordedRun) -> str:
     """Return what a run was: its stage, preset, steps and last loss."""
     processes = count_of(run.world_size, "process")
     last = run.rows[-1]

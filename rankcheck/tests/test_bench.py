@@ -25,12 +25,12 @@ from rankcheck.bench.cases import (
     SILENT,
     TWINS,
     find_folder,
-    load,
+    load_cases,
     select,
 )
-from rankcheck.bench.choice import TOOLS, choose
-from rankcheck.bench.results import Results, Row
-from rankcheck.bench.scoring import Answer, Score, Statement, score
+from rankcheck.bench.choice import TOOLS, choose_tools
+from rankcheck.bench.results import ResultRow, Results
+from rankcheck.bench.scoring import Score, Statement, ToolAnswer, score
 from rankcheck.engine.ranks import RankExit
 from rankcheck.system.errors import UserError
 from rankcheck_testing.support import (
@@ -42,7 +42,7 @@ from rankcheck_testing.support import (
 )
 
 FOLDER = HOUSE / "bench"
-CASES = load(FOLDER)
+CASES = load_cases(FOLDER)
 AT_ONCE = {"divided-by-world-size"}  # by `pytest` alone
 HUNG = 12.0  # seconds after which a script that does not end hangs
 
@@ -121,7 +121,7 @@ def copy_registry(folder, **changes):
 
 def test_a_copied_registry_is_read(tmp_path):
     copy_registry(tmp_path)
-    assert load(tmp_path) == [CASES[0]]
+    assert load_cases(tmp_path) == [CASES[0]]
 
 
 @pytest.mark.parametrize(("changes", "says"), [
@@ -141,7 +141,7 @@ def test_a_copied_registry_is_read(tmp_path):
 def test_an_entry_that_is_not_complete_is_named(changes, says, tmp_path):
     copy_registry(tmp_path, **changes)
     with pytest.raises(UserError, match=says) as error:
-        load(tmp_path)
+        load_cases(tmp_path)
     assert "\n" not in str(error.value) and "fix:" in str(error.value)
 
 
@@ -151,13 +151,13 @@ def test_a_missing_script_or_registry_is_named(tmp_path):
     copy_registry(tmp_path)
     (tmp_path / "cases" / CASES[0].name / "right.py").unlink()
     with pytest.raises(UserError, match=r"has no right\.py"):
-        load(tmp_path)
+        load_cases(tmp_path)
     (tmp_path / "registry.json").write_text("{")
-    with pytest.raises(UserError, match="is no JSON"):
-        load(tmp_path)
+    with pytest.raises(UserError, match="is not JSON"):
+        load_cases(tmp_path)
     (tmp_path / "registry.json").write_text('{"schema": 0}')
-    with pytest.raises(UserError, match="has not schema 1"):
-        load(tmp_path)
+    with pytest.raises(UserError, match="does not have schema 1"):
+        load_cases(tmp_path)
 
 
 def test_cases_are_selected_by_name_kind_and_group():
@@ -242,7 +242,8 @@ SHOWN = Statement("all 2 ranks read the same samples", is_problem=False,
     ([NAMES, ELSE], [], Score.NAMED), ([NAMES], [EFFECT], Score.FALSE),
     ([NAMES], [WARNING], Score.NAMED), ([NAMES], [NO_ANSWER], Score.NAMED)])
 def test_what_answers_are_worth(wrong, right, expected):
-    found = score(CASE, Answer(tuple(wrong), 0.0), Answer(tuple(right), 0.0))
+    found = score(CASE, ToolAnswer(tuple(wrong), 0.0),
+                  ToolAnswer(tuple(right), 0.0))
     assert found.score is expected
     assert found.false_warnings == right.count(WARNING)
 
@@ -256,7 +257,7 @@ def test_what_answers_are_worth(wrong, right, expected):
 def test_kinds_and_ranks_count_before_words(kind, ranks, text, expected):
     case = next(case for case in CASES if case.name == "killed-for-memory")
     statement = Statement(text, kind=kind, ranks=ranks)
-    found = score(case, Answer((statement,), 0.0), Answer((), 0.0))
+    found = score(case, ToolAnswer((statement,), 0.0), ToolAnswer((), 0.0))
     assert found.score is expected
 
 
@@ -270,7 +271,7 @@ def test_what_a_description_is_worth(name, text, expected):
     """It names a fault only where nothing can be proven."""
     case = next(case for case in CASES if case.name == name)
     shown = Statement(text, is_problem=False, describes=True)
-    found = score(case, Answer((shown,), 0.0), Answer((), 0.0))
+    found = score(case, ToolAnswer((shown,), 0.0), ToolAnswer((), 0.0))
     assert found.score is expected
 
 
@@ -278,7 +279,7 @@ def test_a_consequence_is_not_a_wrong_reason():
     case = next(case for case in CASES if case.name == "around-the-wrapper")
     follows = Statement("the weights of rank 1 are not rank 0's",
                         is_cause=True)
-    found = score(case, Answer((follows,), 0.0), Answer((), 0.0))
+    found = score(case, ToolAnswer((follows,), 0.0), ToolAnswer((), 0.0))
     assert found.score is Score.NOTICED
 
 
@@ -324,7 +325,7 @@ def test_a_process_is_found_by_its_folder_and_its_rank(tmp_path):
     with child:
         assert child.stdout.readline() == "ready\n"
         assert tools.processes_in(tmp_path) == [child.pid]
-        assert tools.read_rank(child.pid, 0) == 3
+        assert tools.rank_of_process(child.pid, 0) == 3
         child.stdin.close()
     assert not tools.processes_in(tmp_path)
 
@@ -339,7 +340,7 @@ def test_what_a_job_has_left_is_ended_and_nothing_else(tmp_path):
     try:
         with tools.started(words, tmp_path, tmp_path / "records"):
             wait_for(lambda: {0, 1} <= {
-                tools.read_rank(pid, -1)
+                tools.rank_of_process(pid, -1)
                 for pid in tools.processes_in(tmp_path)}, 60)
         assert tools.processes_in(tmp_path) == [shell.pid]
     finally:
@@ -357,11 +358,11 @@ MISMATCH = ("error msg: Culprit rank 1; Error type: COLLECTIVE_TYPE_MISMATCH,"
     ("KeyError: 'pg'", 1, "it ended with an error: KeyError: 'pg'", (),
      False)])
 def test_what_torchfrtrace_says(text, status, says, ranks, is_cause):
-    [found] = peers.read_trace(text, status)
+    [found] = peers.read_analysis(text, status)
     assert (found.text, found.ranks, found.is_cause) == (
         says, ranks, is_cause)
     assert found.is_problem is (status == 0)
-    assert not peers.read_trace("all is well", 0)
+    assert not peers.read_analysis("all is well", 0)
 
 
 @pytest.mark.table
@@ -391,9 +392,9 @@ def test_a_tool_that_does_not_apply_is_never_missed():
 
 
 def test_slow_tools_are_asked_only_if_they_are_named():
-    assert all(not tool.is_slow for tool in choose([]))
+    assert all(not tool.is_slow for tool in choose_tools([]))
     [slow] = [tool.name for tool in TOOLS if tool.is_slow]
-    assert [tool.name for tool in choose([slow])] == [slow]
+    assert [tool.name for tool in choose_tools([slow])] == [slow]
 
 
 class Failing(tools.Tool):
@@ -434,9 +435,9 @@ def test_the_loss_curve_is_noticed_by_its_own_rule():
 
 
 def make_row(case, tool, value, **more):
-    return Row(case.name, case.group, case.kind, case.held_out, tool, value,
-               "", False, more.pop("warnings", 0), 1.0,
-               more.pop("wrong", []), [])
+    return ResultRow(
+        case.name, case.group, case.kind, case.held_out, tool, value, "",
+        False, more.pop("warnings", 0), 1.0, more.pop("wrong", []), [])
 
 
 def make_results():
@@ -449,7 +450,7 @@ def test_results_are_read_as_they_were_written(tmp_path):
     file = tmp_path / "results.json"
     results.write(make_results(), file)
     assert results.read(file) == make_results()
-    assert json.loads(file.read_text())["schema"] == results.SCHEMA
+    assert json.loads(file.read_text())["schema"] == results.RESULTS_SCHEMA
     file.write_text("{}")
     with pytest.raises(UserError, match="has no results of the bench"):
         results.read(file)

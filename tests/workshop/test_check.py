@@ -29,7 +29,7 @@ from rankcheck_testing.expected import read_expected
 from rankcheck_testing.planted import load_all
 from workshop.check import plan, questions
 from workshop.check.command import check_script
-from workshop.check.questions import ask_questions
+from workshop.check.questions import ask_about_run
 from workshop.check.stage_runs import Bench
 from workshop.diff import documents, passed_checks
 from workshop.diff.diff import Diff
@@ -200,7 +200,7 @@ def test_a_kernel_of_the_table(name, tmp_path):
     script = program(tmp_path / "train_gpt2.py", case.script())
     bench = bench_of("kernels", script, tmp_path)
     row, *_ = plan.plan_runs("kernels")
-    results = ask_questions(bench.make(row), None, row.kind)
+    results = ask_about_run(bench.make(row), None, row.kind)
     assert not results.internal_errors
     found = [finding for finding in results.findings
              if finding.verdict != "ok"]

@@ -75,7 +75,7 @@ def test_a_byte_order_mark_is_no_difference(tmp_path, capsys):
     one = run(RankExit(0, "", ""))
     planned = StageRunPlan("1", "whole", Mesh())
     mistake = Mistake("losses agree", "that of step 0 is 5", frozenset(), "")
-    experiment.diagnose(
+    experiment.name_faulty_changes(
         SimpleNamespace(stage="ddp", script=script), CheckTerminal(False),
         Outcome(planned, one, [], mistake, []), mistake)
     assert "changes are left" in capsys.readouterr().out
@@ -98,7 +98,7 @@ def test_no_change_is_named_where_the_check_itself_fails(
                        mistake if wrong else None, [] if wrong else errors)
 
     monkeypatch.setattr(experiment, "run_and_ask", find)
-    experiment.diagnose(
+    experiment.name_faulty_changes(
         SimpleNamespace(stage="ddp", script=script, with_script=lambda data: (
             SimpleNamespace(text=data.decode(), folder=tmp_path / "none"))),
         CheckTerminal(False),

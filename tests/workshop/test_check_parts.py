@@ -15,7 +15,7 @@ from workshop.check import localise
 from workshop.check.command import check_script, make_others
 from workshop.check.lines import lines_as_in, name_lines
 from workshop.check.questions.process import check_definitions
-from workshop.check.questions.question import TIED, assemble_tied
+from workshop.check.questions.question import TIED_WEIGHTS, assemble_tied
 from workshop.diff.diff import Diff
 from workshop.diff.working_copy import apply_changes, reset_to
 from workshop.stages import STAGES
@@ -126,7 +126,7 @@ def test_the_ends_of_a_pipeline_have_one_matrix():
     assert not assemble_tied([first, last]).unequal
     last = describe_tensors([("lm_head.weight", torch.zeros(2, 3))])
     whole = assemble_tied([first, last])
-    assert whole.unequal == {TIED} and whole.differing == {1: 1.0}
+    assert whole.unequal == {TIED_WEIGHTS} and whole.differing == {1: 1.0}
 
 
 @pytest.mark.parametrize(("text", "missing"), [

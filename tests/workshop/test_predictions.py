@@ -15,7 +15,7 @@ from workshop.check import experiment
 from workshop.check.command import check_script
 from workshop.check.experiment import reference_of
 from workshop.check.plan import plan_runs
-from workshop.check.questions import ask_questions
+from workshop.check.questions import ask_about_run
 from workshop.check.stage_runs import Bench
 from workshop.diff import documents
 from workshop.diff.diff import Diff
@@ -155,7 +155,7 @@ def test_the_check_knows_a_wrapper_of_ones_own(tmp_path):
                   script.read_bytes())
     reference = reference_of(bench)
     planned, _ = plan_runs("ddp", quickly=True)
-    results = ask_questions(bench.make(planned), reference, planned.kind)
+    results = ask_about_run(bench.make(planned), reference, planned.kind)
     assert results.findings and not results.internal_errors
     assert all(finding.verdict == "ok" for finding in results.findings)
 

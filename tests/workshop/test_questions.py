@@ -20,8 +20,8 @@ from rankcheck.engine.workspace import Workspace
 from rankcheck_testing.expected import read_expected
 from workshop.check.experiment import reference_of
 from workshop.check.plan import MINIBATCH, STEPS, plan_runs
-from workshop.check.questions import QUESTIONS, ask_questions
-from workshop.check.questions.question import LAST_PARAMETERS, TIED
+from workshop.check.questions import QUESTIONS, ask_about_run
+from workshop.check.questions.question import LAST_PARAMETERS, TIED_WEIGHTS
 from workshop.check.stage_runs import Bench
 from workshop.stages import STAGES
 
@@ -68,7 +68,7 @@ def answers(recorded, stage, column, change):
     kind, run = runs[column]
     run = copy.deepcopy(run)
     kind = change(run) or kind
-    found = ask_questions(run, reference, kind)
+    found = ask_about_run(run, reference, kind)
     assert not found.internal_errors
     return {finding.question: finding for finding in found.findings
             if finding.verdict != "ok"}
@@ -200,7 +200,7 @@ def untied(run):
     """The last matrix is a copy of the first."""
     for start in (record.start for record in run.records):
         (name, shape), *_ = start["plain"]
-        assert name == TIED
+        assert name == TIED_WEIGHTS
         start["plain"].append((LAST_PARAMETERS, shape))
         start["flat"] = torch.cat([
             start["flat"], start["flat"][:math.prod(shape)]])

@@ -89,12 +89,12 @@ def test_an_older_run_goes_on_without_a_memory(data, tmp_path):
     assert format_number(17_179_869_185.0) == "17179869185"
 
 
-@pytest.mark.parametrize("name", track.TOOLS)
+@pytest.mark.parametrize("name", track.TRACKERS)
 def test_a_tool_that_is_not_installed_is_a_line(name, monkeypatch):
-    track.check("no")
+    track.require_tracker("no")
     monkeypatch.setitem(sys.modules, name, None)  # hides it
     with pytest.raises(UserError, match=f"pip install {name}$"):
-        track.check(name)
+        track.require_tracker(name)
 
 
 def test_tensorboard_has_the_numbers_of_metrics_csv(data, tmp_path):
@@ -118,7 +118,7 @@ def test_tensorboard_has_the_numbers_of_metrics_csv(data, tmp_path):
 
     # what was written after the checkpoint that is resumed counts once
     time.sleep(1)  # the files are read by the second in their names
-    writer = track.TOOLS["tensorboard"](run, 2, {})
+    writer = track.TRACKERS["tensorboard"](run, 2, {})
     writer.log(2, {"loss": 1.0})
     writer.close()
     seen = EventAccumulator(str(run)).Reload().Scalars("loss")

@@ -24,7 +24,7 @@ from workshop.board import CheckTerminal
 from workshop.check import localise
 from workshop.check.lines import NameLine, lines_as_in, name_lines
 from workshop.check.plan import STEPS, Mesh, StageRunPlan, plan_runs
-from workshop.check.questions import ask_questions
+from workshop.check.questions import ask_about_run
 from workshop.check.questions.question import read_number
 from workshop.check.stage_runs import Bench, StageRun
 from workshop.diff import documents
@@ -84,7 +84,7 @@ def run_and_ask(bench: Bench, planned: StageRunPlan,
     name: what a `Line` of the script that is tried is called.
     """
     run = bench.make(planned)
-    results = ask_questions(run, reference_of(bench), planned.kind)
+    results = ask_about_run(run, reference_of(bench), planned.kind)
     failures = [one for one in results.findings if one.verdict == "FAIL"]
     mistake = None
     if failures:
@@ -202,7 +202,7 @@ class StageCheck:
             if self.change:
                 self.blame_change(self.change)
             else:
-                diagnose(self.bench, self.out, last, last.mistake)
+                name_faulty_changes(self.bench, self.out, last, last.mistake)
             verdict = "\nNot correct yet."
             if len(outcomes) < planned:
                 verdict += (" The check stopped after run "
@@ -303,7 +303,7 @@ def draw_reading(run: StageRun, reference: StageRun) -> dict[str, Any]:
 # ------------------------------------------------------- which change it is
 
 
-def diagnose(bench: Bench, out: Quiet, outcome: Outcome,
+def name_faulty_changes(bench: Bench, out: Quiet, outcome: Outcome,
              mistake: Mistake) -> None:
     """Name the changes without which it would be right, as far as found.
 

@@ -30,7 +30,7 @@ from rankcheck.record.recorder import replace
 AUTOCAST = ("gelu", "attention")  # get bf16 under autocast
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-Function = Callable[..., torch.Tensor]
+TensorFunction = Callable[..., torch.Tensor]
 Inputs = dict[str, torch.Tensor]
 # what is wrong, the script's lines that show it, and whether it is an error
 Fault = tuple[str, list[int], bool]
@@ -43,7 +43,7 @@ def draw_numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:
         tuple(range(len(shape)))[::-1])
 
 
-def make_inputs() -> dict[str, tuple[Inputs, Function]]:
+def make_inputs() -> dict[str, tuple[Inputs, TensorFunction]]:
     """Return each operation's inputs by name, and PyTorch's function."""
     torch.manual_seed(0)
     targets = (torch.arange(33, device=DEVICE) * 79).flip(0)
@@ -64,7 +64,7 @@ def make_inputs() -> dict[str, tuple[Inputs, Function]]:
     }
 
 
-def compute(function: Function, tensors: Iterable[torch.Tensor],
+def compute(function: TensorFunction, tensors: Iterable[torch.Tensor],
             dtype: torch.dtype) -> list[torch.Tensor | None]:
     """Return the output and the gradients of all inputs but whole numbers.
     """
@@ -77,7 +77,8 @@ def compute(function: Function, tensors: Iterable[torch.Tensor],
     return [output, *(x.grad for x in inputs if x.is_floating_point())]
 
 
-def compare_operation(function: Function, name: str, tolerance: float = 1e-5,
+def compare_operation(function: TensorFunction, name: str,
+                      tolerance: float = 1e-5,
                       dtype: torch.dtype = torch.float32) -> str:
     """Return what is wrong with a function in the place of an operation.
 
@@ -132,7 +133,7 @@ class Memory:
         self.builder = builder = interpreter.interpreter_builder
 
         @replace(interpreter.GridExecutor, "_init_args_hst")
-        def begin(begin: Function, executor: Any, args: Any, kwargs: Any
+        def begin(begin: TensorFunction, executor: Any, args: Any, kwargs: Any
                   ) -> Any:
             self.begin(executor.fn.__name__, [
                 x for x in (*args, *kwargs.values())
@@ -140,11 +141,12 @@ class Memory:
             return begin(executor, args, kwargs)
 
         @replace(builder, "create_masked_load")
-        def load(load: Function, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        def load(load: TensorFunction, ptrs: Any, mask: Any,
+                 *rest: Any) -> Any:
             return load(ptrs, self.access(ptrs, mask, "read"), *rest)
 
         @replace(builder, "create_masked_store")
-        def store(store: Function, ptrs: Any, value: Any, mask: Any,
+        def store(store: TensorFunction, ptrs: Any, value: Any, mask: Any,
                   *rest: Any) -> Any:
             return store(ptrs, value, self.access(ptrs, mask, "write"), *rest)
 

@@ -36,7 +36,7 @@ from workshop.cluster.settings import (
 )
 
 START_SECONDS = 120  # seconds for all nodes to come up, on a busy machine
-SPACE_NEEDED = 50_000_000  # bytes: logs, and the jobs that wait
+CLUSTER_SPACE = 50_000_000  # bytes: logs, and the jobs that wait
 NO_SPACE = ("no space left on device: the cluster needs 50 MB in {}; fix: "
             "free some, or set TMPDIR")
 DAEMON_NAMES = ("munged", "slurmctld")
@@ -147,7 +147,7 @@ class Cluster:
     def require_space(self) -> None:
         """Raise a `UserError` if the disk is full."""
         above = self.place.folder.parent
-        require(shutil.disk_usage(above).free >= SPACE_NEEDED,
+        require(shutil.disk_usage(above).free >= CLUSTER_SPACE,
                 NO_SPACE.format(above))
 
     def write_key(self) -> None:

@@ -15,7 +15,7 @@ from backstage.errors import require
 SETTINGS_FORMAT = 1  # of the mark, which holds the settings
 MOST_NODES = 4
 MOST_GPUS = 8
-LONGEST_PATH = 80  # sockets have at most 107 characters
+LONGEST_FOLDER = 80  # sockets have at most 107 characters
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def find_cluster_folder(name: str) -> ClusterFolder:
             "lower-case letters, digits and hyphens")
     # not Python's own choice: that is another folder if this one is full
     temporary = os.environ.get("TMPDIR") or "/tmp"
-    require(re.fullmatch(rf"[\w./+-]{{1,{LONGEST_PATH - 40}}}", temporary),
+    require(re.fullmatch(rf"[\w./+-]{{1,{LONGEST_FOLDER - 40}}}", temporary),
             f"SLURM's files cannot be in {temporary}, which is too long or "
             "has unusual characters; fix: set TMPDIR=/tmp")
     above = Path(temporary) / f"workshop-cluster-{os.getuid()}"

@@ -28,10 +28,10 @@ from rankcheck.system.errors import read_regular
 from workshop.stages import FIRST_STAGE, STAGES, WORKING_COPY, require_writable
 
 BACKUPS = WORKING_COPY.with_name("backups")
-LARGEST_SCRIPT = 500_000  # bytes of a script: comparing more takes minutes
+LARGEST_BACKUP = 500_000  # bytes of a script: comparing more takes minutes
 
 
-def read_script_bytes(path: StrPath, most: int = LARGEST_SCRIPT) -> bytes:
+def read_script_bytes(path: StrPath, most: int = LARGEST_BACKUP) -> bytes:
     """The bytes of a script, read once; raises `UserError` if it cannot be.
 
     Every command that looks at a script reads it here.

@@ -28,7 +28,7 @@ CHANGED = "diff", "--name-only", "--no-renames", "-z"
 
 def main(args: argparse.Namespace) -> None:
     """`python -m workshop update`; raises `UserError` if it cannot be done."""
-    announce("checking this clone")
+    announce_step("checking this clone")
     merge = ROOT / git.run_git("rev-parse", "--git-path", "MERGE_HEAD", fix="\
 get the course with `git clone`, and copy your code/train_gpt2.py into that")
     source = git.run_git("rev-parse", "--abbrev-ref", "@{upstream}",
@@ -40,14 +40,14 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
             and not git.list_names(*CHANGED, "--diff-filter=U"),
             "a merge is not finished here; fix: `git status` says how")
     store_autostash()
-    announce(f"fetching {source}")
+    announce_step(f"fetching {source}")
     git.run_git("fetch", "--quiet")
     newest = git.run_git("log", "-1", f"--format={source}, %h of %cs, %s",
                          source)
     if not (news := git.list_names(*CHANGED, f"HEAD...{source}")):
         print(f"nothing new in {visible(newest)}")
         return
-    announce("copying what you edited")
+    announce_step("copying what you edited")
     with lock_working_copy():
         copies = copy_edits({name for name in news if name.endswith(".ipynb")})
         in_the_way = git.list_names("ls-files", "--killed", "-z") | {
@@ -58,7 +58,7 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
         # Ctrl-C, or closing the terminal, stops nothing halfway, nor git
         signal.pthread_sigmask(signal.SIG_BLOCK, {
             signal.SIGHUP, signal.SIGINT, signal.SIGTERM})
-        announce(f"merging {source}")
+        announce_step(f"merging {source}")
         stashes = git.run_git("stash", "list")
         edited = WORKING_COPY.exists() and git.list_names(
             *CHANGED, "HEAD", "--", WORKING_COPY)
@@ -96,7 +96,7 @@ get the course with `git clone`, and copy your code/train_gpt2.py into that")
           "reopen those that are open, then run `source activate.sh` again.")
 
 
-def announce(step: str) -> None:
+def announce_step(step: str) -> None:
     """Print what comes next at once: on a busy node each step takes long."""
     print(step, flush=True)
 

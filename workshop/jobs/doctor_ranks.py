@@ -28,7 +28,7 @@ from rankcheck.engine import scratch
 from workshop.why import NETWORK_FILE
 
 DDP_STEPS = 10  # of training
-INSIDE, BETWEEN = "in the nodes", "between nodes"
+INSIDE_NODES, BETWEEN_NODES = "in the nodes", "between nodes"
 
 
 def ask_ranks() -> int:
@@ -107,11 +107,11 @@ def time_all_reduces(device: torch.device, hosts: list[str]) -> bool:
              for node in dict.fromkeys(hosts)]
     right, speed = time_all_reduce(
         device, [[*range(len(hosts))]], "all-reduce")
-    speeds = {INSIDE if len(nodes) == 1 else BETWEEN: speed}
+    speeds = {INSIDE_NODES if len(nodes) == 1 else BETWEEN_NODES: speed}
     if 1 < len(nodes) < len(hosts):
         # one rank of each node: they share the network with nobody
-        for name, groups in ((INSIDE, nodes),
-                             (BETWEEN, [[ranks[0] for ranks in nodes]])):
+        for name, groups in ((INSIDE_NODES, nodes),
+                             (BETWEEN_NODES, [[ranks[0] for ranks in nodes]])):
             same, speeds[name] = time_all_reduce(device, groups, name)
             right &= same
     if dist.get_rank() == 0:

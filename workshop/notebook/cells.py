@@ -110,7 +110,7 @@ def check(stage, change=None):
     or "next", the first that is left.
     """
     exported_variables()
-    seen, script = following.saved_at(), read_working_script()
+    seen, script = following.saved_state(), read_working_script()
     board, show = on_board("-m", "workshop", "check", "--events", stage,
                            *([] if change is None else [str(change)]),
                            link=page.link_lines)

@@ -33,7 +33,7 @@ def follow_script(view: Callable[[], Shown]) -> Shown | None:
     Returns view() where nothing can be shown again, outside of a notebook.
     """
     global followed
-    followed, seen = view, saved_at()
+    followed, seen = view, saved_state()
     if not frontend.current.is_notebook:
         return view()
     output = frontend.LiveOutput(alive(view()).bundle())
@@ -108,7 +108,7 @@ def saves(seen: Saved) -> Iterator[bool]:
     """
     before = seen
     while True:
-        now = saved_at()
+        now = saved_state()
         # Seen twice: an editor empties a file before it writes it.
         yield now == before != seen
         if now == before:
@@ -117,7 +117,7 @@ def saves(seen: Saved) -> Iterator[bool]:
         time.sleep(0.15)
 
 
-def saved_at() -> Saved:
+def saved_state() -> Saved:
     """What changes whenever the script is saved, or has passed a check."""
     states = []
     for path in (WORKING_COPY, passed_checks.PASSED_FILE):

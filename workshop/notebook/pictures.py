@@ -131,7 +131,7 @@ def tensors(shown: Sequence[Sequence[RankState]], width: float = 560,
     states = [state for rank in shown for state in rank]
     longest = max(len(numbers or ()) for _, numbers, *_ in states)
     wide = max(least, 6 + 9 * max((
-        len(format_number(value)) for _, numbers, *_ in states
+        len(shorten_number(value)) for _, numbers, *_ in states
         for value in numbers or ()), default=0))
     titled = max(len(title) for title, *_ in states)
     step = max(wide * max(longest, 1), 6.6 * titled) + 26
@@ -155,7 +155,7 @@ def tensors(shown: Sequence[Sequence[RankState]], width: float = 560,
                 for i, value in enumerate(numbers or ()):
                     out.append(value_box(x + i * wide, y, wide - 3, value))
                 sentences.append(f"rank {rank} holds "
-                            + (" ".join(map(format_number, numbers or ()))
+                            + (" ".join(map(shorten_number, numbers or ()))
                                or "nothing") + ";")
                 if came is not None:
                     out += passed(x + came * wide, y, wide - 3, source,
@@ -181,7 +181,7 @@ def passed(x: float, y: float, width: float, source: int | None,
             draw_label(at + 6, y - 4, f"from {source}", font_size=10)]
 
 
-def format_number(value: float) -> str:
+def shorten_number(value: float) -> str:
     """Return a number in its shortest form."""
     return f"{value:g}" if value < 10**6 else f"{value:.0e}"
 
@@ -192,7 +192,7 @@ def value_box(x: float, y: float, width: float, value: float) -> str:
     colours = [colour for colour, digit in zip(
         RANK_COLOURS, digits, strict=False) if digit != "0"]
     return stripes(x, y, width, 24, colours, fill_opacity=0.45) + draw_box(
-        x, y, width, 24, GREY, format_number(value), 0)
+        x, y, width, 24, GREY, shorten_number(value), 0)
 
 
 def sample_box(x: float, y: float, sample: int, owners: Sequence[int],

@@ -18,7 +18,7 @@ from workshop.check.questions import report
 __all__ = ["QUESTIONS", "ask_questions", "model", "process", "report"]
 
 
-def ask_questions(run: StageRun, reference: StageRun, kind: str = "whole"
+def ask_about_run(run: StageRun, reference: StageRun, kind: str = "whole"
                   ) -> QuestionResults[Examined]:
     """Ask all questions about a run, in their order.
 

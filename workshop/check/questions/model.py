@@ -21,7 +21,7 @@ from rankcheck.record.tensors import describe_tensors, length, names
 from workshop.check.plan import LEARNING_RATE, MINIBATCH, STEPS, B
 from workshop.check.questions.question import (
     LAST_PARAMETERS,
-    TIED,
+    TIED_WEIGHTS,
     assemble_tied,
     check_column,
     check_question,
@@ -140,7 +140,8 @@ def check_first_weights(run: StageRun, reference: StageRun) -> Finding | None:
 @check_question("the embedding and lm_head are one matrix", where=no_pipeline)
 def check_tied_weights(run: StageRun, reference: StageRun) -> Finding | None:
     """A plan makes two parameters of what has two names."""
-    if {LAST_PARAMETERS, TIED} <= names(run.record_of(0).first_weights):
+    first_weights = names(run.record_of(0).first_weights)
+    if {LAST_PARAMETERS, TIED_WEIGHTS} <= first_weights:
         return fail("wte.weight and lm_head.weight are two parameters",
                     kind="untied-weights")
     return None

@@ -16,8 +16,8 @@ from workshop.check.plan import STEPS
 from workshop.check.stage_runs import StageRun
 
 # Two names of one matrix: each end of a pipeline has a copy of it.
-LAST_PARAMETERS, TIED = "lm_head.weight", "transformer.wte.weight"
-assemble_tied = partial(assemble, same={LAST_PARAMETERS: TIED})
+LAST_PARAMETERS, TIED_WEIGHTS = "lm_head.weight", "transformer.wte.weight"
+assemble_tied = partial(assemble, same={LAST_PARAMETERS: TIED_WEIGHTS})
 
 # Errors that a comparison may raise on what a script has left: a checkpoint,
 # for example, may hold anything.

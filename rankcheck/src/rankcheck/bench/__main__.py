@@ -13,10 +13,10 @@ from pathlib import Path
 
 from rankcheck.bench import results
 from rankcheck.bench.asking import try_out
-from rankcheck.bench.cases import Case, find_folder, load, select
-from rankcheck.bench.choice import TOOLS, choose
-from rankcheck.bench.results import Results, Row
-from rankcheck.bench.scoring import Answer, Score, score
+from rankcheck.bench.cases import Case, find_folder, load_cases, select
+from rankcheck.bench.choice import TOOLS, choose_tools
+from rankcheck.bench.results import ResultRow, Results
+from rankcheck.bench.scoring import Score, ToolAnswer, score
 from rankcheck.bench.tools import Tool
 from rankcheck.system.errors import UserError
 from rankcheck.system.version import require_torch
@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
     args = make_parser().parse_args(arguments)
     if args.jobs < 1:
         raise UserError("--jobs is 1 or more")
-    cases = select(load(find_folder(args.cases)), args.names)
+    cases = select(load_cases(find_folder(args.cases)), args.names)
     if args.table:
         found = merge([results.read(file) for file in args.table], cases)
         if args.json:
@@ -65,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
             print(f"{case.name}: {case.kind}, {case.report}. {case.fault}")
         return 0
     require_torch()
-    tools = choose(args.tool)
+    tools = choose_tools(args.tool)
     found = results.begin({tool.name: tool.version() for tool in tools})
     begin = time.monotonic()
     if args.json:  # before the run, if that cannot be done
@@ -85,8 +85,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def sort_rows(rows: Sequence[Row], tools: Sequence[Tool],
-              cases: Sequence[Case]) -> list[Row]:
+def sort_rows(rows: Sequence[ResultRow], tools: Sequence[Tool],
+              cases: Sequence[Case]) -> list[ResultRow]:
     """Return rows in the order of the tools and of the cases."""
     by_name = {(row.tool, row.case): row for row in rows}
     keys = [(tool.name, case.name) for tool in tools for case in cases]
@@ -99,7 +99,7 @@ def merge(parts: Sequence[Results], cases: Sequence[Case]) -> Results:
     If a tool was asked about a case more than once, the last answer counts.
     """
     versions: dict[str, str] = {}
-    last: dict[tuple[str, str], Row] = {}
+    last: dict[tuple[str, str], ResultRow] = {}
     for part in parts:
         versions |= part.versions
         for row in part.rows:
@@ -114,12 +114,12 @@ def merge(parts: Sequence[Results], cases: Sequence[Case]) -> Results:
                    sum(part.cpu_seconds for part in parts), rows)
 
 
-def rescore(row: Row, case: Case) -> Row:
+def rescore(row: ResultRow, case: Case) -> ResultRow:
     """Return a row with the score of its statements."""
     if row.score == Score.NOT_APPLICABLE.value:
         return row
-    result = score(case, Answer(tuple(row.wrong), 0.0),
-                   Answer(tuple(row.right), 0.0))
+    result = score(case, ToolAnswer(tuple(row.wrong), 0.0),
+                   ToolAnswer(tuple(row.right), 0.0))
     return replace(
         row, held_out=case.held_out, kind=case.kind,
         score=result.score.value, reason=result.reason,

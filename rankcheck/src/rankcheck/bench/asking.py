@@ -11,9 +11,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from rankcheck.bench.cases import Case, Twin
-from rankcheck.bench.choice import choose
-from rankcheck.bench.results import Row
-from rankcheck.bench.scoring import Answer, Result, Score, Statement, score
+from rankcheck.bench.choice import choose_tools
+from rankcheck.bench.results import ResultRow
+from rankcheck.bench.scoring import (
+    Judgement,
+    Score,
+    Statement,
+    ToolAnswer,
+    score,
+)
 from rankcheck.bench.tools import Tool
 from rankcheck.bench.twins import FOLDER, empty_folder
 from rankcheck.system.errors import UserError
@@ -22,7 +28,7 @@ ENDED = 5.0  # seconds for a worker to end its jobs
 
 
 def try_out(tools: Sequence[Tool], cases: Sequence[Case], jobs: int
-            ) -> Iterator[Row]:
+            ) -> Iterator[ResultRow]:
     """Ask tools about cases, several at once; yield each row when it is done.
 
     Cases of the two groups come by turns: about hangs a tool waits, about
@@ -32,7 +38,7 @@ def try_out(tools: Sequence[Tool], cases: Sequence[Case], jobs: int
     with empty_folder() as folder, ProcessPoolExecutor(
             jobs, mp_context=context, initializer=use_folder,
             initargs=(folder,)) as pool:
-        waiting: list[Future[Row]] = []
+        waiting: list[Future[ResultRow]] = []
         for case in take_turns(cases):
             for tool in tools:
                 waiting.append(pool.submit(ask_tool, tool.name, case))
@@ -71,41 +77,41 @@ def take_turns(cases: Sequence[Case]) -> list[Case]:
     return [case for _, case in sorted(places, key=lambda place: place[0])]
 
 
-def ask_tool(name: str, case: Case) -> Row:
+def ask_tool(name: str, case: Case) -> ResultRow:
     """In a process of the pool: ask a tool about a case."""
-    signal.signal(signal.SIGTERM, leave)
-    [tool] = choose([name])
+    signal.signal(signal.SIGTERM, exit_worker)
+    [tool] = choose_tools([name])
     return try_case(tool, case)
 
 
-def try_case(tool: Tool, case: Case) -> Row:
+def try_case(tool: Tool, case: Case) -> ResultRow:
     """Ask a tool about both scripts of a case, and score what it says."""
     reason = tool.why_not(case)
     if reason:
-        return make_row(tool, case, Result(Score.NOT_APPLICABLE, reason),
-                        Answer((), 0.0), Answer((), 0.0))
+        return make_row(tool, case, Judgement(Score.NOT_APPLICABLE, reason),
+                        ToolAnswer((), 0.0), ToolAnswer((), 0.0))
     wrong, right = ask_twin(tool, case, "wrong"), ask_twin(tool, case, "right")
     return make_row(tool, case, score(case, wrong, right), wrong, right)
 
 
-def leave(*_: object) -> NoReturn:
+def exit_worker(*_: object) -> NoReturn:
     """End this process, and by its exit handlers what it has started."""
     raise SystemExit(1)
 
 
-def ask_twin(tool: Tool, case: Case, twin: Twin) -> Answer:
+def ask_twin(tool: Tool, case: Case, twin: Twin) -> ToolAnswer:
     """Ask a tool about one script; where it fails, it says nothing."""
     try:
         return tool.ask(case, twin)
     except UserError as error:
         problem = Statement(f"could not be run: {error}", is_problem=False)
-        return Answer((problem,), 0.0)
+        return ToolAnswer((problem,), 0.0)
 
 
-def make_row(tool: Tool, case: Case, result: Result, wrong: Answer,
-             right: Answer) -> Row:
+def make_row(tool: Tool, case: Case, result: Judgement, wrong: ToolAnswer,
+             right: ToolAnswer) -> ResultRow:
     """Return a row of the results."""
-    return Row(
+    return ResultRow(
         case=case.name, group=case.group, kind=case.kind,
         held_out=case.held_out, tool=tool.name, score=result.score.value,
         reason=result.reason, by_warning=result.by_warning,

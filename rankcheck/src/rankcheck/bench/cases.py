@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from rankcheck.system.errors import UserError
 
-SCHEMA = 1  # of registry.json: another number if a field changes or goes
+# Of registry.json: another number if a field changes or goes
+REGISTRY_SCHEMA = 1
 REGISTRY = "registry.json"
 SILENT, HANG = "silent", "hang"
 KINDS: Mapping[str, tuple[str, ...]] = {
@@ -122,7 +123,7 @@ def find_folder(given: str | None = None) -> Path:
     return folder
 
 
-def load(folder: Path) -> list[Case]:
+def load_cases(folder: Path) -> list[Case]:
     """Return all cases of a registry.
 
     Raises:
@@ -133,49 +134,50 @@ def load(folder: Path) -> list[Case]:
     try:
         document = json.loads(file.read_text("utf-8"))
     except ValueError as error:
-        raise UserError(f"{file} is no JSON: {error}. fix: restore it from "
+        raise UserError(f"{file} is not JSON: {error}; fix: restore it from "
                         "the repository") from None
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise UserError(f"{file} has not schema {SCHEMA}. fix: use the cases "
-                        "of the same version as rankcheck")
+    if not (isinstance(document, dict)
+            and document.get("schema") == REGISTRY_SCHEMA):
+        raise UserError(f"{file} does not have schema {REGISTRY_SCHEMA}; fix: "
+                        "use the cases of the same version as rankcheck")
     cases = [read_case(entry, folder) for entry in document["cases"]]
     names = [case.name for case in cases]
     twice = sorted({name for name in names if names.count(name) > 1})
-    require(not twice, f"{', '.join(twice)}: there twice")
+    expect(not twice, f"{', '.join(twice)}: there twice")
     return cases
 
 
 def read_case(entry: Any, folder: Path) -> Case:
     """Return a case from its entry in the registry."""
-    require(isinstance(entry, dict), f"{entry!r} is no entry")
+    expect(isinstance(entry, dict), f"{entry!r} is no entry")
     name = str(entry.get("name"))
     for missing in sorted(set(FIELDS) - entry.keys()):
-        require(False, f"{name} has no {missing}")
+        expect(False, f"{name} has no {missing}")
     for unknown in sorted(entry.keys() - set(FIELDS)):
-        require(False, f"{name} has {unknown}, which is no field")
+        expect(False, f"{name} has {unknown}, which is no field")
     for key in TEXTS:
         is_text = isinstance(entry[key], str) and entry[key].strip()
-        require(bool(is_text), f"{name}: {key} is no text")
+        expect(bool(is_text), f"{name}: {key} is no text")
     for key in LISTS:
         is_list = isinstance(entry[key], list) and all(
             isinstance(one, str) for one in entry[key])
-        require(is_list, f"{name}: {key} is no list of texts")
+        expect(is_list, f"{name}: {key} is no list of texts")
     are_ranks = isinstance(entry["ranks"], list) and all(
         type(one) is int and one >= 0 for one in entry["ranks"])
-    require(are_ranks, f"{name}: ranks is no list of ranks")
+    expect(are_ranks, f"{name}: ranks is no list of ranks")
     for key in NUMBERS:
         is_number = type(entry[key]) is int and entry[key] > 0
-        require(is_number, f"{name}: {key} is no number of 1 or more")
+        expect(is_number, f"{name}: {key} is no number of 1 or more")
     for key in FLAGS:
-        require(isinstance(entry[key], bool), f"{name}: {key} is not true "
+        expect(isinstance(entry[key], bool), f"{name}: {key} is not true "
                 "or false")
     group, kind = entry["group"], entry["kind"]
-    require(kind in KINDS.get(group, ()), f"{name}: {kind} is no kind of "
+    expect(kind in KINDS.get(group, ()), f"{name}: {kind} is no kind of "
             f"the group {group}")
-    require(bool(entry["names"]), f"{name}: names is empty")
-    require(entry["launch"] in LAUNCHERS, f"{name}: {entry['launch']} is no "
+    expect(bool(entry["names"]), f"{name}: names is empty")
+    expect(entry["launch"] in LAUNCHERS, f"{name}: {entry['launch']} is no "
             "launcher")
-    require(entry["processes"] % entry["nodes"] == 0, f"{name}: its "
+    expect(entry["processes"] % entry["nodes"] == 0, f"{name}: its "
             "processes cannot be divided among its nodes")
     case = Case(
         name=name, group=group, kind=kind,
@@ -189,7 +191,7 @@ def read_case(entry: Any, folder: Path) -> Case:
         held_out=entry["held_out"],
         folder=folder / "cases" / name)
     for twin in TWINS:
-        require(case.script(twin).is_file(), f"{name} has no {twin}.py")
+        expect(case.script(twin).is_file(), f"{name} has no {twin}.py")
     return case
 
 
@@ -197,20 +199,20 @@ def read_report(name: str, entry: Any) -> PublicReport:
     """Return a public report from its part of an entry."""
     is_whole = isinstance(entry, dict) and entry.keys() == {
         "repository", "number"}
-    require(is_whole, f"{name}: report is not a repository and a number")
+    expect(is_whole, f"{name}: report is not a repository and a number")
     repository, number = entry["repository"], entry["number"]
     is_repository = isinstance(repository, str) and (
         repository.count("/") == 1)
-    require(is_repository, f"{name}: {repository!r} is no owner/name")
-    require(type(number) is int and number > 0, f"{name}: {number!r} is no "
+    expect(is_repository, f"{name}: {repository!r} is no owner/name")
+    expect(type(number) is int and number > 0, f"{name}: {number!r} is no "
             "number of an issue")
     return PublicReport(repository, number)
 
 
-def require(holds: bool, problem: str) -> None:
+def expect(holds: bool, problem: str) -> None:
     """Raise an error about the registry unless something holds."""
     if not holds:
-        raise UserError(f"{REGISTRY}: {problem}. fix: docs/bench.md "
+        raise UserError(f"{REGISTRY}: {problem}; fix: docs/bench.md "
                         "describes the fields")
 
 
@@ -225,7 +227,7 @@ def select(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
         named = [case for case in cases
                  if name in (case.name, case.kind, case.group)]
         if not named:
-            raise UserError(f"no case is called {name}. fix: `python -m "
+            raise UserError(f"no case is called {name}; fix: `python -m "
                             "rankcheck.bench --list` shows them")
         found += [case for case in named if case not in found]
     return found if names else [*cases]

@@ -19,7 +19,7 @@ TOOLS: Sequence[Tool] = (
     TrainCheck(), SpmdTypes())
 
 
-def choose(names: Sequence[str]) -> list[Tool]:
+def choose_tools(names: Sequence[str]) -> list[Tool]:
     """Return the tools that are named, or all that are not slow.
 
     Raises:
@@ -28,7 +28,7 @@ def choose(names: Sequence[str]) -> list[Tool]:
     known = {tool.name: tool for tool in TOOLS}
     for name in names:
         if name not in known:
-            raise UserError(f"there is no tool {name}. fix: one of "
+            raise UserError(f"there is no tool {name}; fix: one of "
                             f"{', '.join(known)}")
     if names:
         return [known[name] for name in names]

@@ -14,13 +14,13 @@ from html import escape
 from pathlib import Path
 
 from rankcheck.bench import results
-from rankcheck.bench.cases import find_folder, load
+from rankcheck.bench.cases import find_folder, load_cases
 from rankcheck.bench.results import TITLES, Counts, Results
 from rankcheck.bench.scoring import Score
 from rankcheck.engine.findings import count_of
 
 RESULTS = "results.json"
-OURS = "rankcheck"  # the tool that the summary is about
+OUR_TOOL = "rankcheck"  # the tool that the summary is about
 MARKS = re.compile(
     r"(<!-- (?P<name>\w+) of results -->\n).*?(<!-- end -->\n)", re.DOTALL)
 COLOURS = {  # readable on white and on black
@@ -106,13 +106,14 @@ def describe_scores(found: Results) -> str:
     wrong = 0
     for group, title in TITLES.items():
         rows = [row for row in found.rows
-                if row.group == group and row.tool == OURS]
+                if row.group == group and row.tool == OUR_TOOL]
         if not rows:
             continue
-        counts = results.count(rows, OURS, title)
+        counts = results.count(rows, OUR_TOOL, title)
         totals.append(f"{describe_named(counts)} {title}")
         held_rows = [row for row in rows if row.held_out]
-        held_out.append(describe_named(results.count(held_rows, OURS, title)))
+        held_out.append(describe_named(
+            results.count(held_rows, OUR_TOOL, title)))
         wrong += counts.numbers[Score.FALSE]
     if not totals:
         return "rankcheck was asked about no case.\n"
@@ -127,7 +128,7 @@ def describe_named(counts: Counts) -> str:
     return f"{counts.numbers[Score.NAMED]} of {counts.applied}"
 
 
-def describe_run(found: Results) -> str:
+def describe_measurement(found: Results) -> str:
     """Return when and with what the results were measured."""
     # older documents have the version of py-spy as it prints that itself
     versions = ", ".join(f"{name} ({version.removeprefix('py-spy ')})"
@@ -139,7 +140,8 @@ def describe_run(found: Results) -> str:
 def make_page(page: str, found: Results) -> str:
     """Return the page with the summary and the tables of these results."""
     tables = results.make_table(found).split("\n\n")
-    parts = {"summary": describe_scores(found), "run": describe_run(found),
+    parts = {"summary": describe_scores(found),
+             "run": describe_measurement(found),
              "table": f"{tables[0]}\n",
              "kinds": "\n\n".join(tables[1:]).rstrip() + "\n"}
 
@@ -152,7 +154,7 @@ def make_page(page: str, found: Results) -> str:
 def main() -> None:
     """Write the page and the picture."""
     folder = find_folder()
-    load(folder)
+    load_cases(folder)
     found = results.read(folder / RESULTS)
     docs = Path(folder.parent, "docs")
     page = docs / "bench.md"

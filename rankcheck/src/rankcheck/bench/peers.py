@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from rankcheck.bench.cases import SILENT, Case, Twin
-from rankcheck.bench.scoring import Answer, Statement
-from rankcheck.bench.tools import Tool, copy_of, quiet_environment
-from rankcheck.bench.twins import empty_folder, start
+from rankcheck.bench.scoring import Statement, ToolAnswer
+from rankcheck.bench.tools import Tool, copy_of, tool_environment
+from rankcheck.bench.twins import empty_folder, run_to_end
 from rankcheck.engine.ranks import free_port
 
 STILL = 8.0  # seconds without a new collective, in place of NCCL's timeout
@@ -55,7 +55,7 @@ class RecordKeeper:
         file = Path(self.folder, f"dump_{rank}")
 
         def dump() -> None:
-            content = read_record()
+            content = own_flight_record()
             if content["entries"]:
                 file.write_bytes(pickle.dumps(as_nccl(content, groups)))
 
@@ -63,8 +63,8 @@ class RecordKeeper:
             seen, since = -1, time.monotonic()
             while time.monotonic() - since < STILL or seen <= 0:
                 time.sleep(POLL)
-                note_groups(groups)
-                count = count_calls(read_record())
+                record_groups(groups)
+                count = count_calls(own_flight_record())
                 if count != seen:
                     seen, since = count, time.monotonic()
             dump()
@@ -74,7 +74,7 @@ class RecordKeeper:
         threading.Thread(target=watch, daemon=True).start()
 
 
-def read_record() -> dict[str, Any]:
+def own_flight_record() -> dict[str, Any]:
     """Return this rank's flight record."""
     import torch
 
@@ -90,7 +90,7 @@ def count_calls(content: dict[str, Any]) -> int:
     return int(entries[-1]["record_id"]) + 1 if entries else 0
 
 
-def note_groups(groups: dict[str, dict[str, str]]) -> None:
+def record_groups(groups: dict[str, dict[str, str]]) -> None:
     """Add the process groups that this rank knows."""
     from torch.distributed import distributed_c10d as c10d
 
@@ -143,15 +143,15 @@ class FlightRecorder(Tool):
             return "gloo records other sizes of FSDP's collectives than NCCL"
         return ""
 
-    def ask(self, case: Case, twin: Twin) -> Answer:
+    def ask(self, case: Case, twin: Twin) -> ToolAnswer:
         begin = time.monotonic()
         with empty_folder() as folder:
             dumps = folder / "dumps"
             dumps.mkdir()
-            start(case, twin, case.flags, folder / "work", 0, LONGEST,
+            run_to_end(case, twin, case.flags, folder / "work", 0, LONGEST,
                   RecordKeeper(str(dumps)))
             statements = read_dumps(dumps, case.processes)
-        return Answer(tuple(statements), time.monotonic() - begin)
+        return ToolAnswer(tuple(statements), time.monotonic() - begin)
 
 
 def read_dumps(folder: Path, processes: int) -> list[Statement]:
@@ -165,11 +165,11 @@ def read_dumps(folder: Path, processes: int) -> list[Statement]:
     if len(files) < processes:
         command.append("--allow-incomplete-ranks")
     done = subprocess.run(command, text=True, capture_output=True, check=False,
-                          env=quiet_environment())
-    return read_trace(done.stdout + done.stderr, done.returncode)
+                          env=tool_environment())
+    return read_analysis(done.stdout + done.stderr, done.returncode)
 
 
-def read_trace(text: str, status: int) -> list[Statement]:
+def read_analysis(text: str, status: int) -> list[Statement]:
     """Return what torchfrtrace has printed as statements."""
     found = []
     for pattern in CULPRIT, MISSING, ABORTED:
@@ -235,11 +235,11 @@ class TrainCheck(Tool):
             return "TrainCheck is not installed"
         return ""
 
-    def ask(self, case: Case, twin: Twin) -> Answer:
+    def ask(self, case: Case, twin: Twin) -> ToolAnswer:
         begin = time.monotonic()
         with copy_of(case, twin) as folder:
             statements = check_traces(case, twin, folder)
-        return Answer(tuple(statements), time.monotonic() - begin)
+        return ToolAnswer(tuple(statements), time.monotonic() - begin)
 
 
 def find_python() -> str:
@@ -304,7 +304,7 @@ def run_program(command: Sequence[str], folder: Path, seed: str) -> str:
     try:
         done = subprocess.run(
             command, cwd=folder, text=True, capture_output=True, check=False,
-            timeout=ENOUGH, env=quiet_environment(SEED=seed))
+            timeout=ENOUGH, env=tool_environment(SEED=seed))
     except subprocess.TimeoutExpired:
         return f"{name} did not end within {ENOUGH:.0f} s"
     if done.returncode != 0:
@@ -348,5 +348,5 @@ class SpmdTypes(Tool):
         return ("it checks code that is written with its types and "
                 "collectives, and the script is not")
 
-    def ask(self, case: Case, twin: Twin) -> Answer:
+    def ask(self, case: Case, twin: Twin) -> ToolAnswer:
         raise NotImplementedError

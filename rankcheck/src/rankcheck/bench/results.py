@@ -16,12 +16,13 @@ from rankcheck.bench.scoring import Score, Statement
 from rankcheck.system.errors import UserError
 from rankcheck.system.version import __version__
 
-SCHEMA = 1  # of the document: another number if a field changes or goes
+# Of the document: another number if a field changes or goes
+RESULTS_SCHEMA = 1
 TITLES = {SILENT: "silent errors", HANG: "hangs and deaths"}
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """What one tool has said about one case.
 
     Attributes:
@@ -65,13 +66,13 @@ class Results:
     cores: int
     seconds: float
     cpu_seconds: float
-    rows: list[Row]
+    rows: list[ResultRow]
 
 
 def begin(tools: dict[str, str]) -> Results:
     """Return the results of a run that begins now. tools: their versions."""
-    return Results(begin_date(), describe_versions(tools), count_cores(), 0.0,
-                   0.0, [])
+    return Results(begin_date(), describe_versions(tools),
+                   count_usable_cores(), 0.0, 0.0, [])
 
 
 def describe_versions(tools: dict[str, str]) -> dict[str, str]:
@@ -87,7 +88,7 @@ def begin_date() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def count_cores() -> int:
+def count_usable_cores() -> int:
     """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -105,12 +106,12 @@ def write(results: Results, file: Path) -> None:
     Raises:
         UserError: if the file cannot be written.
     """
-    document = {"schema": SCHEMA, **asdict(results)}
+    document = {"schema": RESULTS_SCHEMA, **asdict(results)}
     text = json.dumps(document, indent=1) + "\n"
     try:
         file.write_text(text, "utf-8")
     except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}. fix: "
+        raise UserError(f"{file} cannot be written: {error.strerror}; fix: "
                         "name another file") from None
 
 
@@ -122,23 +123,23 @@ def read(file: Path) -> Results:
     """
     try:
         document = json.loads(file.read_text("utf-8"))
-        if document.pop("schema") != SCHEMA:
+        if document.pop("schema") != RESULTS_SCHEMA:
             raise ValueError("another schema")
         rows = [read_row(row) for row in document.pop("rows")]
         return Results(rows=rows, **document)
     except (OSError, ValueError, LookupError, TypeError, AttributeError
             ) as error:
-        raise UserError(f"{file} has no results of the bench: {error}. fix: "
+        raise UserError(f"{file} has no results of the bench: {error}; fix: "
                         "write them by `python -m rankcheck.bench --json "
                         "FILE`") from None
 
 
-def read_row(values: dict[str, Any]) -> Row:
+def read_row(values: dict[str, Any]) -> ResultRow:
     """Return a row of the document."""
     whole = dict(values)
     for twin in TWINS:
         whole[twin] = [read_statement(one) for one in values[twin]]
-    return Row(**whole)
+    return ResultRow(**whole)
 
 
 def read_statement(values: dict[str, Any]) -> Statement:
@@ -166,18 +167,19 @@ class Counts:
         return self.asked - self.numbers[Score.NOT_APPLICABLE]
 
 
-def count(rows: Iterable[Row], tool: str, label: str) -> Counts:
+def count(rows: Iterable[ResultRow], tool: str, label: str) -> Counts:
     """Count the scores of a tool."""
     scores = [Score(row.score) for row in rows if row.tool == tool]
     return Counts(tool, label, {one: scores.count(one) for one in Score})
 
 
-def tools_of(rows: Sequence[Row]) -> list[str]:
+def tools_of(rows: Sequence[ResultRow]) -> list[str]:
     """Return the names of the tools, in the order of the rows."""
     return [*dict.fromkeys(row.tool for row in rows)]
 
 
-COLUMNS = (Score.NOTICED, Score.MISSED, Score.FALSE, Score.NOT_APPLICABLE)
+SCORE_COLUMNS = (Score.NOTICED, Score.MISSED, Score.FALSE,
+                 Score.NOT_APPLICABLE)
 
 
 def make_table(results: Results) -> str:
@@ -203,7 +205,7 @@ def make_total(results: Results) -> str:
             by_warning = sum(row.by_warning for row in mine)
             cells = [f"{tool}, {title}", str(counts.asked),
                      str(counts.numbers[Score.NAMED]), str(by_warning)]
-            cells += [str(counts.numbers[one]) for one in COLUMNS]
+            cells += [str(counts.numbers[one]) for one in SCORE_COLUMNS]
             cells += [f"{held.numbers[Score.NAMED]} of {held.applied}",
                       str(warnings)]
             lines.append(f"| {' | '.join(cells)} |")
@@ -223,12 +225,13 @@ def make_group(results: Results, group: str) -> str:
         some = [row for row in rows if row.kind == kind]
         if some:
             number = len({row.case for row in some})
-            cells = [describe(count(some, tool, kind)) for tool in tools]
+            cells = [summarize_counts(count(some, tool, kind))
+                     for tool in tools]
             lines.append(f"| {kind} | {number} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def describe(counts: Counts) -> str:
+def summarize_counts(counts: Counts) -> str:
     """Return the scores of a tool in words: "4 named, 1 missed"."""
     if not counts.asked:
         return "not asked"

@@ -48,7 +48,7 @@ class Statement:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolAnswer:
     """All that a tool says about a script, in its order."""
 
     statements: tuple[Statement, ...]
@@ -56,7 +56,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Result:
+class Judgement:
     """A score, with its reason.
 
     Attributes:
@@ -70,7 +70,7 @@ class Result:
     false_warnings: int = 0
 
 
-def score(case: Case, wrong: Answer, right: Answer) -> Result:
+def score(case: Case, wrong: ToolAnswer, right: ToolAnswer) -> Judgement:
     """Score a tool's answers about the wrong script and about its twin.
 
     The statements count in the tool's order, as somebody reads them: a wrong
@@ -80,7 +80,7 @@ def score(case: Case, wrong: Answer, right: Answer) -> Result:
     warnings = sum(one.is_warning for one in right.statements)
     for statement in right.statements:
         if statement.is_problem and not statement.is_warning:
-            return Result(Score.FALSE, f"about the right script: "
+            return Judgement(Score.FALSE, f"about the right script: "
                           f"{statement.text}", False, warnings)
     usual = {without_numbers(one) for one in right.statements
              if one.is_problem or one.describes}
@@ -90,7 +90,7 @@ def score(case: Case, wrong: Answer, right: Answer) -> Result:
             continue
         names = names_fault(case, statement)
         if names and (case.kind in OBSERVED or not statement.describes):
-            return Result(Score.NAMED, statement.text, statement.is_warning,
+            return Judgement(Score.NAMED, statement.text, statement.is_warning,
                           warnings)
         if names or shows_place(case, statement):
             noticed = noticed or statement.text
@@ -98,14 +98,14 @@ def score(case: Case, wrong: Answer, right: Answer) -> Result:
             continue
         follows = is_consequence(case, statement)
         if statement.is_cause and not statement.is_warning and not follows:
-            return Result(Score.FALSE, f"a wrong reason: {statement.text}",
+            return Judgement(Score.FALSE, f"a wrong reason: {statement.text}",
                           False, warnings)
         if follows or not statement.is_warning:
             noticed = noticed or statement.text
     if noticed:
-        return Result(Score.NOTICED, noticed, False, warnings)
+        return Judgement(Score.NOTICED, noticed, False, warnings)
     others = [one.text for one in wrong.statements if not one.is_problem]
-    return Result(Score.MISSED, "; ".join(others) or "nothing about it",
+    return Judgement(Score.MISSED, "; ".join(others) or "nothing about it",
                   False, warnings)
 
 

@@ -24,14 +24,14 @@ from statistics import fmean, stdev
 from typing import Any
 
 from rankcheck.bench.cases import SILENT, Case, Twin
-from rankcheck.bench.scoring import Answer, Statement, without_numbers
+from rankcheck.bench.scoring import Statement, ToolAnswer, without_numbers
 from rankcheck.bench.twins import (
     LIMIT,
     TwinRun,
     begin_script,
     empty_folder,
+    run_to_end,
     run_twin,
-    start,
 )
 from rankcheck.engine.ranks import Launch, RankExit, free_port, launch
 from rankcheck.system import proc
@@ -50,7 +50,7 @@ ALIKE = 6  # answers of `why` after which another question is of no use
 GIVEN_UP = 150.0  # seconds in which `why` has to name a fault
 PAUSE = 0.2
 LOOKED_AT = 20.0  # seconds after a job's start
-BETWEEN = 8.0  # seconds between two dumps of stacks
+DUMP_INTERVAL = 8.0  # seconds between two dumps of stacks
 SHORT_TIMEOUT = 15  # seconds: of process groups, in place of half an hour
 SEEDS = 5  # of runs that show how far a final loss varies
 LAST = 8  # losses whose mean is the final loss
@@ -77,7 +77,7 @@ class Tool:
         """Say why the tool does not apply to a case; "" if it does."""
         raise NotImplementedError
 
-    def ask(self, case: Case, twin: Twin) -> Answer:
+    def ask(self, case: Case, twin: Twin) -> ToolAnswer:
         """Return what the tool says about one of the two scripts."""
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ def copy_of(case: Case, twin: Twin) -> Iterator[Path]:
         yield folder
 
 
-def quiet_environment(**more: str) -> dict[str, str]:
+def tool_environment(**more: str) -> dict[str, str]:
     """Return the variables of a tool's process."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
             "SEED": "0", **more}
@@ -110,14 +110,14 @@ class Rankcheck(Tool):
     def why_not(self, case: Case) -> str:
         return ""
 
-    def ask(self, case: Case, twin: Twin) -> Answer:
+    def ask(self, case: Case, twin: Twin) -> ToolAnswer:
         with copy_of(case, twin) as folder:
             if case.group == SILENT:
                 return ask_verify(case, folder)
             return ask_why(case, folder)
 
 
-def ask_verify(case: Case, folder: Path) -> Answer:
+def ask_verify(case: Case, folder: Path) -> ToolAnswer:
     """Run `rankcheck verify` on the script in a folder.
 
     It runs in this process, so that torch is imported once for all scripts.
@@ -139,7 +139,7 @@ def ask_verify(case: Case, folder: Path) -> Answer:
     if document["status"] == 2:
         statements.append(Statement(
             f"not verified: {document['error']}", is_problem=False))
-    return Answer(tuple(statements), seconds)
+    return ToolAnswer(tuple(statements), seconds)
 
 
 def run_here(arguments: Sequence[str], folder: Path) -> str:
@@ -173,7 +173,7 @@ def read_finding(finding: Mapping[str, Any]) -> Statement:
         lines=tuple(place["line"] for place in finding["places"]))
 
 
-def ask_why(case: Case, folder: Path) -> Answer:
+def ask_why(case: Case, folder: Path) -> ToolAnswer:
     """Start a job under `rankcheck why run`, and ask about it."""
     records = folder / "records"
     begin = time.monotonic()
@@ -202,7 +202,7 @@ def ask_why(case: Case, folder: Path) -> Answer:
                 time.sleep(PAUSE)
         if job.poll() is not None:
             statements = [read_why(records)]
-    return Answer(tuple(statements), time.monotonic() - begin)
+    return ToolAnswer(tuple(statements), time.monotonic() - begin)
 
 
 @contextmanager
@@ -213,7 +213,7 @@ def started(command: Sequence[str], folder: Path, records: Path
         job = subprocess.Popen(
             command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log,
             stderr=log, start_new_session=True,
-            env=quiet_environment(RANKCHECK_WHY=str(records)))
+            env=tool_environment(RANKCHECK_WHY=str(records)))
         try:
             yield job
         finally:
@@ -273,7 +273,7 @@ def read_why(records: Path) -> Statement:
     """Return what `rankcheck why` says about a job."""
     done = subprocess.run(
         [sys.executable, "-m", "rankcheck", "why", "--json", str(records)],
-        text=True, capture_output=True, env=quiet_environment(), check=False)
+        text=True, capture_output=True, env=tool_environment(), check=False)
     try:
         document = json.loads(done.stdout)
     except ValueError:
@@ -333,7 +333,7 @@ class PySpy(Tool):
             return "py-spy is not installed"
         return ""
 
-    def ask(self, case: Case, twin: Twin) -> Answer:
+    def ask(self, case: Case, twin: Twin) -> ToolAnswer:
         begin = time.monotonic()
         statements: list[Statement] = []
         with empty_folder() as folder:
@@ -344,7 +344,7 @@ class PySpy(Tool):
         if looked:
             text = "; ".join(map(str, looked))
             statements = [Statement(text, describes=True)]
-        return Answer(tuple(statements), time.monotonic() - begin)
+        return ToolAnswer(tuple(statements), time.monotonic() - begin)
 
     def look(self, job: Launch, folder: Path) -> list[Stand]:
         """Return where the ranks are if none has moved between two looks."""
@@ -352,7 +352,7 @@ class PySpy(Tool):
         first = read_stacks(folder)
         if not first:
             return []
-        job.wait_for_end(time.monotonic() + BETWEEN)
+        job.wait_for_end(time.monotonic() + DUMP_INTERVAL)
         return first if read_stacks(folder) == first else []
 
 
@@ -365,7 +365,7 @@ def read_stacks(folder: Path) -> list[Stand]:
             capture_output=True, check=False)
         with contextlib.suppress(ValueError, LookupError, TypeError):
             frames = json.loads(done.stdout)[0]["frames"]
-            stand = find_stand(frames, read_rank(pid, number), folder)
+            stand = find_stand(frames, rank_of_process(pid, number), folder)
             if stand is not None:
                 found.append(stand)
     return sorted(found, key=lambda stand: stand.rank)
@@ -384,7 +384,7 @@ def find_stand(frames: Sequence[Mapping[str, Any]], rank: int, folder: Path
     return None
 
 
-def read_rank(pid: int, otherwise: int) -> int:
+def rank_of_process(pid: int, otherwise: int) -> int:
     """Return the rank that a process was told."""
     for variable in proc.read_variables(pid) or ():
         name, _, value = variable.partition("=")
@@ -467,16 +467,16 @@ class DebugDetail(Tool):
                                 for rank in ranks)
         return self.ends_ddp
 
-    def ask(self, case: Case, twin: Twin) -> Answer:
+    def ask(self, case: Case, twin: Twin) -> ToolAnswer:
         begin = time.monotonic()
         with copy_of(case, twin) as folder:
-            ranks = start(case, twin, case.flags, folder / "work", 0,
+            ranks = run_to_end(case, twin, case.flags, folder / "work", 0,
                           3.0 * SHORT_TIMEOUT, Detail())
         statements = [describe_end(number, rank)
                       for number, rank in enumerate(ranks)]
         found = [one for one in statements if one is not None]
         found.sort(key=lambda one: not one.is_cause)
-        return Answer(tuple(found), time.monotonic() - begin)
+        return ToolAnswer(tuple(found), time.monotonic() - begin)
 
 
 def describe_end(number: int, rank: RankExit) -> Statement | None:
@@ -530,7 +530,7 @@ class LossCurve(Tool):
     def why_not(self, case: Case) -> str:
         return "" if case.group == SILENT else "it has no end"
 
-    def ask(self, case: Case, twin: Twin) -> Answer:
+    def ask(self, case: Case, twin: Twin) -> ToolAnswer:
         begin = time.monotonic()
         if case.name not in self.known:
             self.known[case.name] = [
@@ -544,7 +544,7 @@ class LossCurve(Tool):
             f"the final loss is {value:.4g}, with {SEEDS} other seeds "
             f"{mean:.4g} with a standard deviation of {deviation:.4g}",
             is_problem=not is_near)
-        return Answer((statement,), time.monotonic() - begin)
+        return ToolAnswer((statement,), time.monotonic() - begin)
 
 
 def final_loss(run: TwinRun) -> float:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FOLDER = "RANKCHECK_BENCH"  # a variable: the folder of a whole run
 LIMIT = 90.0  # seconds for a script that ends, on a busy machine
 SAME = 1e-5  # the relative difference that is taken for rounding
-LOSS = re.compile(r"\bloss (-?[\d.]+(?:e[+-]?\d+)?|nan|inf)")
+LOSS_IN_LOG = re.compile(r"\bloss (-?[\d.]+(?:e[+-]?\d+)?|nan|inf)")
 CLOCK = re.compile(r"\d{10,}")  # in a file's name: another one in each run
 
 
@@ -162,16 +162,16 @@ def run_twin(case: Case, twin: Twin, seed: int = 0,
         seen: list[Observation] = []
         output = ""
         for flags in starts:
-            ranks = start(case, twin, flags, folder / "work", seed, limit)
+            ranks = run_to_end(case, twin, flags, folder / "work", seed, limit)
             statuses += [rank.status for rank in ranks]
             text = "".join(rank.out + rank.err for rank in ranks)
-            losses = [float(number) for number in LOSS.findall(text)]
+            losses = [float(number) for number in LOSS_IN_LOG.findall(text)]
             seen += read_observations(folder / "work.seen", case.processes)
             output += text
         return TwinRun(statuses, losses, seen, output)
 
 
-def start(case: Case, twin: Twin, flags: Sequence[str], folder: Path,
+def run_to_end(case: Case, twin: Twin, flags: Sequence[str], folder: Path,
           seed: int, limit: float,
           probe: Callable[[Log], object] | None = None) -> list[RankExit]:
     """Start a script in a folder, and wait for its end.
@@ -205,12 +205,12 @@ def begin_script(case: Case, twin: Twin, flags: Sequence[str], folder: Path,
         probes = [Observer(str(observed))]
     return Launch(
         script, *(flag.replace("{run}", "1") for flag in flags),
-        env=variables, world_size=count_processes(case),
+        env=variables, world_size=processes_of(case),
         nodes=case.nodes, cwd=str(folder), probes=probes,
         hashes=1 if case.hashes else None)
 
 
-def count_processes(case: Case) -> int | None:
+def processes_of(case: Case) -> int | None:
     """Return how many processes are started; None: one by plain python."""
     return case.processes if case.launch == "torchrun" else None
 
@@ -228,9 +228,9 @@ def read_observations(folder: Path, processes: int) -> list[Observation]:
 def find_differences(one: TwinRun, other: TwinRun) -> list[str]:
     """Return in what two runs differ: "weights", "losses", "files"."""
     found = []
-    norms = [flatten(rank.norms) for rank in one.ranks]
-    others = [flatten(rank.norms) for rank in other.ranks]
-    if differ(flatten(norms), flatten(others)):
+    norms = [join_lists(rank.norms) for rank in one.ranks]
+    others = [join_lists(rank.norms) for rank in other.ranks]
+    if differ(join_lists(norms), join_lists(others)):
         found.append("weights")
     if differ(one.losses, other.losses):
         found.append("losses")
@@ -239,7 +239,7 @@ def find_differences(one: TwinRun, other: TwinRun) -> list[str]:
     return found
 
 
-def flatten(lists: Sequence[Sequence[float]]) -> list[float]:
+def join_lists(lists: Sequence[Sequence[float]]) -> list[float]:
     """Return the numbers of several lists as one list."""
     return [number for numbers in lists for number in numbers]
 

@@ -31,7 +31,7 @@ OURS = "made by rankcheck; removed once its process has ended\n"
 # Variables that a launcher has set for this process: how they begin, and names
 LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL",
                      "TORCHELASTIC_")
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK",
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK",
                   "WORLD_SIZE",
                   "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -166,7 +166,7 @@ def quiet_environment(temporary: str | Path,
         hidden: variables that hide GPUs.
     """
     env = {key: value for key, value in os.environ.items()
-           if key not in RANK_VARIABLES
+           if key not in LAUNCHER_VARIABLES
            and not key.startswith(LAUNCHER_PREFIXES)}
     return {**env, **hidden, "GLOO_SOCKET_IFNAME": LOOPBACK,
             "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}

@@ -340,7 +340,7 @@ class Rows:
             weighed    see `Log`
             kept       the optimizer's state, where a run is saved or resumed
         """
-        log, now = self.log, describe_parameters(weights, thin)
+        log, now = self.log, describe_parts(weights, thin)
         # a fused optimizer takes the scale away itself
         scale = getattr(optimizer, "grad_scale", None) or 1.0
         gradients: dict[int, torch.Tensor | None] = {
@@ -379,7 +379,7 @@ class Rows:
                    for i, module in enumerate(self.log.modules.values())
                    for name, buffer in persistent_buffers(module)
                    if buffer.is_floating_point()}
-        self.record.steps[-1].update(weights=describe_parameters(
+        self.record.steps[-1].update(weights=describe_parts(
             self.weights, thin),
             buffers=parts.describe_tensors(buffers.items()))
 
@@ -431,7 +431,7 @@ def persistent_buffers(
                 yield f"{prefix}.{name}".lstrip("."), buffer
 
 
-def describe_parameters(
+def describe_parts(
         weights: Mapping[str, torch.Tensor],
         tensor_of: Callable[[torch.Tensor], torch.Tensor | None],
         ) -> LocalTensors:
@@ -444,7 +444,7 @@ def describe_parameters(
 def describe_known(weights: Mapping[str, torch.Tensor],
                    by_id: Mapping[int, torch.Tensor | None]) -> LocalTensors:
     """Return the same of tensors that are known by their parameters' ids."""
-    return describe_parameters(weights, lambda weight: by_id.get(id(weight)))
+    return describe_parts(weights, lambda weight: by_id.get(id(weight)))
 
 
 def storage(tensor: torch.Tensor | None) -> int | None:

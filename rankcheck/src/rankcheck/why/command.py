@@ -33,7 +33,7 @@ from rankcheck.why.ranks import Rank, RankNumbers
 
 SCHEMA = 3  # of --json: another number if a field changes or goes
 TIMED = 4  # ranks of which the lines are told that take the time
-SAMPLE_INTERVAL = 5  # seconds between two samples
+PROFILE_INTERVAL = 5  # seconds between two samples
 
 
 def add_arguments(parser: Parser) -> None:
@@ -322,7 +322,7 @@ def print_report(found: JobReport, request: Request, folder: Path) -> None:
 
 def sample_again(folder: Path, ranks: list[Rank]) -> list[Rank]:
     """Return the ranks of the same job, sampled again some seconds later."""
-    time.sleep(SAMPLE_INTERVAL)
+    time.sleep(PROFILE_INTERVAL)
     first = {(rank.host, rank.pid) for rank in ranks}
     for later in evidence.gather(folder).jobs:
         if first & {(rank.host, rank.pid) for rank in later}:

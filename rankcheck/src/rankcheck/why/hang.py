@@ -27,7 +27,7 @@ from rankcheck.why import evidence
 from rankcheck.why.ranks import Rank
 
 HANG_SECONDS = 600.0  # seconds without progress, after which a job hangs
-POLL_SECONDS = 5  # seconds between two looks at what the ranks have written
+LOOK_SECONDS = 5  # seconds between two looks at what the ranks have written
 # what the command prints; it is there once it began
 LOG_NAME = "on-hang-{}.log"
 
@@ -125,7 +125,7 @@ def watch_job(job: int, task: Task) -> None:
     ended.register(job, select.POLLIN)
     requests = ""
     quiet_since: float | None = None
-    while not ended.poll(1000 * POLL_SECONDS):
+    while not ended.poll(1000 * LOOK_SECONDS):
         before, requests = requests, proc.read_text(task.folder / "ask")
         if requests != before:  # then a rank has stood still, or somebody asks
             quiet_since = find_quiet(task.folder)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 if TYPE_CHECKING:
     from rankcheck.system.sources import Frame, Stack
 
-    Row = Sequence[Any]  # the fields of a named tuple, as JSON has them
+    # The fields of a named tuple, as JSON has them
+    RecordedRow = Sequence[Any]
 
 
 class StackSample(NamedTuple):
@@ -103,7 +104,7 @@ class Ended(TypedDict, total=False):
     error: str  # the name of the first error's type
     message: str
     stack: Stack
-    then: Sequence[Row]  # `ErrorThatFollowed`s
+    then: Sequence[RecordedRow]  # `ErrorThatFollowed`s
     told: bool  # whether its launcher says so
     rank: int  # as its launcher has counted it
     signal: int | None  # which a launcher has got, and passes on
@@ -140,7 +141,7 @@ class ProcessRecord(TypedDict, total=False):
     ended: Ended | None
     stack: Stack
     callee: str | None  # what its innermost frame calls
-    handles: Row | None  # a `HandledError`
+    handles: RecordedRow | None  # a `HandledError`
     calls: list[Call] | None  # None if they could not be read
     message: Call | None  # of MPI, that has not returned
     groups: dict[str, list[int]]  # as calls.pack_groups() returns them
@@ -154,9 +155,9 @@ class ProcessRecord(TypedDict, total=False):
     connecting: list[str]  # as proc.connecting() returns them
 
     # when somebody asks: of the two seconds after that
-    stack_samples: Sequence[Row]  # `StackSample`s
-    threads: Sequence[Row]  # `ThreadStack`s
-    work: Sequence[Row]  # `Work`s
+    stack_samples: Sequence[RecordedRow]  # `StackSample`s
+    threads: Sequence[RecordedRow]  # `ThreadStack`s
+    work: Sequence[RecordedRow]  # `Work`s
 
     # which evidence.py adds
     process: str  # the name of its files

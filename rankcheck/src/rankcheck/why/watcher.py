@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # importing it takes longer than all else here
     from typing import Any, Literal
 
     from ..system.sources import Stack
-    from .process_record import Ended, ProcessRecord, Row
+    from .process_record import Ended, ProcessRecord, RecordedRow
 
 FOLDER_VARIABLE = "RANKCHECK_WHY"  # names the folder
 # The id of the rank that has started this
@@ -438,13 +438,13 @@ class Watcher:
                 "work": proc.compare_work(
                     before, after, time.monotonic() - start, lines)}
 
-    def sample_threads(self) -> list[Row]:
+    def sample_threads(self) -> list[RecordedRow]:
         """Return [name, native id, stack] of all threads that run Python, but
         ours; `threading` may not know some: ["?", 0, stack].
         """
-        threads: list[Row] = []
+        threads: list[RecordedRow] = []
         # as `threading` knows them, without asking it
-        known: dict[int | None, Row] = {
+        known: dict[int | None, RecordedRow] = {
             thread.ident: [thread.name, thread.native_id]
             for thread in list(vars(threading)["_active"].values())}
         # after a fork it has the number of another process there
@@ -566,7 +566,7 @@ def find_earlier(error: BaseException) -> BaseException | None:
     return error.__context__
 
 
-def find_handled() -> Row | None:
+def find_handled() -> RecordedRow | None:
     """Return [the name, the stack] of the error that the main thread is
     handling, as in `finally` or `except`; None without one, or before Python
     3.10.
@@ -580,7 +580,7 @@ def find_handled() -> Row | None:
     return [type(handled).__name__, stack_of(handled)[-20:]]
 
 
-def stack_of(error: BaseException) -> list[Row]:
+def stack_of(error: BaseException) -> list[RecordedRow]:
     """Return its frames, outermost first: (file, line, function)."""
     return [[frame.f_code.co_filename, line, frame.f_code.co_name]
             for frame, line in traceback.walk_tb(error.__traceback__)]
