@@ -148,7 +148,7 @@ def test_a_check_is_read_aloud_a_line_at_a_time(monkeypatch):
     """
     shown, scripts = [], iter(["mine", "mine", "another"])
     looks = chain(["old", "new", "new"], repeat("newer"))
-    monkeypatch.setattr(following, "saved_at", lambda: next(looks))
+    monkeypatch.setattr(following, "saved_state", lambda: next(looks))
     monkeypatch.setattr(cells, "read_working_script", lambda: next(scripts))
     monkeypatch.setattr(cells, "live", lambda make: (
         lambda now=False: shown.append(make().html)))
@@ -183,7 +183,7 @@ def test_a_view_follows_the_script_once_it_is_whole(monkeypatch):
     monkeypatch.setattr(frontend, "current", SimpleNamespace(
         is_notebook=True, display=lambda *_: None,
         update=lambda bundle, _: shown.append(bundle["text/plain"])))
-    monkeypatch.setattr(following, "saved_at", saved_at)
+    monkeypatch.setattr(following, "saved_state", saved_at)
     following.follow_script(lambda: Shown("", "view"))
     assert done.wait(60)
     assert shown == ["view"]

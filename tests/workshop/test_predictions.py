@@ -97,7 +97,7 @@ QUOTED = {" ".join(QUOTE.findall(case[3])[0].split()): case
 def test_the_check_says_what_the_answer_quotes(
         quoted, stage, number, make, tmp_path, monkeypatch):
     """Which change it was is not asked: that takes many runs."""
-    monkeypatch.setattr(experiment, "diagnose", lambda *_: None)
+    monkeypatch.setattr(experiment, "name_faulty_changes", lambda *_: None)
     monkeypatch.chdir(tmp_path)  # of which each run gets a copy
     script = program(tmp_path / "train_gpt2.py", make())
     out = io.StringIO()
