@@ -172,8 +172,8 @@ class StageCheck:
                 about=f"{shown[0]}: pipeline x data x tensor parallel.")
         script = self.bench.script
         self.out.say(f"Comparing {script.name}, last {saved_at(script)}, with "
-                     "the single-device stage (run first). Settings: preset "
-                     f"tiny, fp32, {STEPS} steps")
+                     "the single-device stage, which the check runs first. "
+                     f"Settings: preset tiny, fp32, {STEPS} steps")
 
     def tell(self, outcome: Outcome) -> None:
         """Tell what a run has shown."""
@@ -412,7 +412,7 @@ def tell_cause(out: Quiet, diff: Diff, part: Sequence[RemainingChange],
         hint = changes[0].hint
     if kept:  # a change's reason would be another
         reason = ("Your script changes or omits this line, which the lesson "
-                  f"leaves unchanged: `{kept}`.")
+                  f"keeps (at most it is indented differently): `{kept}`.")
     elif changes:
         reason = first_sentences(changes[0].why)
     give_reason(out, text, reason, hint)

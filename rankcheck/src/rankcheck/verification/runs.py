@@ -14,8 +14,8 @@ from rankcheck.system.errors import NotCompared
 
 STOOD_IN = ("check whether this happens on GPUs as well: they were simulated "
             "on the CPU, as the script does not run without them")
-NAME_RUNS = ("put {run} in the path, which verify replaces with a new name in "
-             "each of its runs: --run-dir /tmp/run-{run}")
+NAME_RUNS = ("put {run} in the path, as in --run-dir /tmp/run-{run}: verify "
+             "replaces {run} with a new name in each of its runs")
 ERROR_FIXES = (  # words of the error with which the script has ended
     ("finished reduction in the prior iteration", "remove parameters that "
      "get no gradient, for which DDP waits, or set "

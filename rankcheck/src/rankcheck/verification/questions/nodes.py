@@ -280,7 +280,8 @@ def compare_weights(both: TwoNodes) -> list[Finding]:
                     f"on two nodes, {when} step {step}, the {name} of rank "
                     f"{rank} differ from rank 0's: "
                     f"{both.case.named(whole.unequal)}",
-                    f"look for what only a local rank does: {GLOBAL_RANKS}",
+                    "look for code that depends on LOCAL_RANK where it "
+                    f"should depend on RANK: {GLOBAL_RANKS}",
                     ranks=sorted(whole.differing), kind="nodes-unequal-ranks")]
     return []
 

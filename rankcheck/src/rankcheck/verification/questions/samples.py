@@ -60,7 +60,7 @@ OTHER_SIZE = 0.2
 # between 1 and 2, not a measurement.
 SHARDED_TWICE = 1.5
 
-ONE_ORDER = ("seed the order alike on all ranks, for example with the epoch: "
+ONE_ORDER = ("shuffle with the same seed on all ranks, for example the epoch: "
              "a DistributedSampler gives each rank its part of one order")
 
 

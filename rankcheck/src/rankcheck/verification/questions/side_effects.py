@@ -152,6 +152,6 @@ def several_write(opener: Opener, names: str) -> Finding:
                     LIBRARY_FIXES.get(
             opener, "set it to write on rank 0 only, or to another folder on "
             "each rank"), kind="shared-files")
-    return fail([f"several ranks write {names}",
+    return fail([f"several ranks write the same file: {names}",
                  *in_brackets(places_of(opener))],
                 "write on one rank only: if rank == 0:", kind="shared-files")

@@ -371,7 +371,7 @@ def verify_unused_parameters(case: Comparison) -> list[Finding]:
     text += f"some step: {case.named(keys)}"
     if any(case.facts("DistributedDataParallel")):
         return [ok(f"{text}, as declared to DDP", kind="unused-parameters")]
-    return [warn(text, "remove unused ones, or set "
+    return [warn(text, "remove parameters that are never used, or set "
                  "find_unused_parameters=True in DDP",
                  kind="unused-parameters")]
 
@@ -484,8 +484,8 @@ def verify_mean_of_ranks(case: Comparison) -> list[Finding]:
         owner = find_owner(found, limit)
         if owner is not None:
             return [fail(f"in step {step} all ranks have the gradients "
-                         f"of rank {owner}", "use all_reduce (sum), not "
-                         "broadcast",
+                         f"of rank {owner}", "use all_reduce in place of "
+                         "broadcast, then divide by the number of processes",
                          ranks=[owner], numbers={"step": step},
                          kind="gradients-of-one-rank")]
         factor = (applied @ expected / (expected @ expected)).item()
@@ -542,7 +542,8 @@ def find_owner(found: ReducedGradients, limit: float) -> int | None:
 def multiplied(step: int, factor: float) -> Finding:
     """Say that the gradients are the mean times a factor."""
     return warn(f"in step {step} the gradients are {factor:.4g} times the "
-                "mean over the ranks", "apply each factor once; fine if the "
+                "mean over the ranks", "check that each factor, such as 1 / "
+                "number of processes, is applied only once; fine if the "
                 "script rescales gradients on purpose, for the number of "
                 "microbatches or to clip them",
                 numbers={"step": step, "factor": factor},
