@@ -272,7 +272,7 @@ from pathlib import Path
 from workshop.jobs import doctor_ranks
 
 socket.gethostname = lambda: f"node{int(os.environ['RANK']) // 2 + 1}"
-doctor_ranks.NETWORK = Path(sys.argv[1])
+doctor_ranks.NETWORK_FILE = Path(sys.argv[1])
 sys.exit(doctor_ranks.ask_ranks())
 """
 

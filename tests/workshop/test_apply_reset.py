@@ -152,7 +152,8 @@ def on_sync(call, moment, then):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("call", ["apply('ddp', [3])", "reset('ddp')"])
+@pytest.mark.parametrize("call", [
+    "apply_changes('ddp', [3])", "reset_to('ddp')"])
 @pytest.mark.parametrize("links", [1, 2])
 @pytest.mark.parametrize("moment", [1, 2, 3])
 def test_what_an_editor_saves_meanwhile_stays(repo, call, links, moment):
@@ -174,7 +175,7 @@ def test_what_an_editor_saves_meanwhile_stays(repo, call, links, moment):
 def test_the_backup_is_on_the_disk_before_the_script_is_replaced(repo):
     """After a power cut an empty one could be all that is left."""
     for moment in 1, 2, 3:
-        python(repo, "-c", on_sync("reset('ddp')", moment, "os._exit(1)"))
+        python(repo, "-c", on_sync("reset_to('ddp')", moment, "os._exit(1)"))
         assert script(repo).read_bytes() == solution(repo, "std")
     for backup in (repo / "code" / "backups").glob("*.py"):
         assert backup.read_bytes() == solution(repo, "std")
@@ -193,7 +194,7 @@ def test_a_link_stays_one_and_a_full_disk_leaves_what_was_there(repo, link):
     assert mine.read_bytes() == solution(repo, "std")
     assert script(repo).is_symlink() == (link is os.symlink)
     before = backups(repo)
-    end = python(repo, "-c", on_sync("reset('3d')", 2, (
+    end = python(repo, "-c", on_sync("reset_to('3d')", 2, (
         "import resource, signal; signal.signal(signal.SIGXFSZ, "
         "signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, "
         "2 * [script.stat().st_size + 99])")))
