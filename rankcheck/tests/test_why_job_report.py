@@ -42,7 +42,7 @@ def test_equal_ranks_have_one_line():
     first, last = map(job_report.describe_ranks, job_report.group_equal(ranks))
     assert first == (
         "ranks 0-62 on node1, node2, collective 7: wait in barrier, "
-        "collective 7 of group 0, in line 8 of x.py for 30-32 s")
+        "collective 7 of group 0, in line 8 of x.py, 30-32 s so far")
     assert last.startswith("rank 63 on node2, process 4063: is in line 9 of")
     del ranks[5], ranks[40:42]
     found = job_report.report_job(ranks)
