@@ -10,7 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NoReturn
 
-from rankcheck.bench.cases import Case, Twin
+from rankcheck.bench.cases import HANG, Case, Twin
 from rankcheck.bench.choice import choose_tools
 from rankcheck.bench.results import ResultRow
 from rankcheck.bench.scoring import (
@@ -25,6 +25,7 @@ from rankcheck.bench.twins import FOLDER, empty_folder
 from rankcheck.system.errors import UserError
 
 ENDED = 5.0  # seconds for a worker to end its jobs
+HANGS_SHARE = 0.8  # of the list over which the hangs are spread
 
 
 def try_out(tools: Sequence[Tool], cases: Sequence[Case], jobs: int
@@ -68,12 +69,16 @@ def end_workers() -> None:
 
 
 def take_turns(cases: Sequence[Case]) -> list[Case]:
-    """Return cases so that both groups are spread over the whole list."""
+    """Return cases so that both groups are spread over the whole list.
+
+    Hangs end sooner: one that begins last would be waited for alone.
+    """
     places: list[tuple[float, Case]] = []
     for group in {case.group for case in cases}:
         some = [case for case in cases if case.group == group]
+        share = HANGS_SHARE if group == HANG else 1.0
         for number, case in enumerate(some):
-            places.append((number / len(some), case))
+            places.append((share * number / len(some), case))
     return [case for _, case in sorted(places, key=lambda place: place[0])]
 
 
