@@ -110,10 +110,10 @@ def describe_scores(found: Results) -> str:
         if not rows:
             continue
         counts = results.count(rows, OUR_TOOL, title)
-        totals.append(f"{describe_named(counts)} {title}")
+        totals.append(f"{counts.named_of_applied} {title}")
         held_rows = [row for row in rows if row.held_out]
-        held_out.append(describe_named(
-            results.count(held_rows, OUR_TOOL, title)))
+        held = results.count(held_rows, OUR_TOOL, title)
+        held_out.append(held.named_of_applied)
         wrong += counts.numbers[Score.FALSE]
     if not totals:
         return "rankcheck was asked about no case.\n"
@@ -123,15 +123,9 @@ def describe_scores(found: Results) -> str:
             f"{count_of(wrong, 'false answer')}.\n")
 
 
-def describe_named(counts: Counts) -> str:
-    """Return how many of the cases that a tool applies to it has named."""
-    return f"{counts.numbers[Score.NAMED]} of {counts.applied}"
-
-
 def describe_measurement(found: Results) -> str:
     """Return when and with what the results were measured."""
-    # older documents have the version of py-spy as it prints that itself
-    versions = ", ".join(f"{name} ({version.removeprefix('py-spy ')})"
+    versions = ", ".join(f"{name} ({version})"
                          for name, version in found.versions.items())
     return (f"Measured on {found.date[:10]}, on {found.cores} cores, in "
             f"{found.seconds / 60:.0f} minutes, with {versions}.\n")

@@ -166,6 +166,11 @@ class Counts:
         """The number of cases to which the tool applies."""
         return self.asked - self.numbers[Score.NOT_APPLICABLE]
 
+    @property
+    def named_of_applied(self) -> str:
+        """How many of the cases to which the tool applies it has named."""
+        return f"{self.numbers[Score.NAMED]} of {self.applied}"
+
 
 def count(rows: Iterable[ResultRow], tool: str, label: str) -> Counts:
     """Count the scores of a tool."""
@@ -206,8 +211,7 @@ def make_total(results: Results) -> str:
             cells = [f"{tool}, {title}", str(counts.asked),
                      str(counts.numbers[Score.NAMED]), str(by_warning)]
             cells += [str(counts.numbers[one]) for one in SCORE_COLUMNS]
-            cells += [f"{held.numbers[Score.NAMED]} of {held.applied}",
-                      str(warnings)]
+            cells += [held.named_of_applied, str(warnings)]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
