@@ -462,7 +462,7 @@ class Exercise:
 
 
 def exercise(lesson: str, begin: str) -> Exercise:
-    """Return the first exercise of a lesson behind this text."""
+    """Return the first exercise of a lesson after this text."""
     _, found, text = "\n\n".join(cells(lesson)).partition(begin)
     require(found, f"lesson {lesson}: there is no {begin!r}")
     before, found, text = text.partition("<details><summary>Answer</summary>")
