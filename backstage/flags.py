@@ -136,7 +136,7 @@ def choose_hyperparameters(
 
 
 def announce_run(hp: StageFlags, preset: StageFlags, device: torch.device,
-             why: list[str]) -> None:
+                 why: list[str]) -> None:
     """Print the log's first line, and before it what may be unwanted."""
     if hp.warmup_steps > hp.max_steps > 0:
         warn("the run ends before the learning rate's warm-up: "

@@ -45,13 +45,14 @@ SIGNS = {"ok": ("yes", "✓"), "warn": ("hm", "!"), "FAIL": ("no", "✗"),
 MEANING = {"ok": "correct", "warn": "warning", "FAIL": "first failure",
            "and": "consequence of that failure"}
 NOT_ASKED = "not checked"
-COLUMN_MEANINGS = {"operations": "each operation alone",
-           "uneven": "a minibatch that cannot be shared",
-           "resumed": "a resumed run", "stopped": "a run stopped early",
-           "bf16": "--precision bf16", "fsdp2": "--strategy fsdp2"}
+COLUMN_MEANINGS = {
+    "operations": "each operation alone",
+    "uneven": "a minibatch that cannot be shared",
+    "resumed": "a resumed run", "stopped": "a run stopped early",
+    "bf16": "--precision bf16", "fsdp2": "--strategy fsdp2"}
 WORST = ("FAIL", "warn", "and", "ok", "")  # "": what was not seen
 FOLDED_ROWS = (("and", "1 further finding follows from this one",
-           "{} further findings follow from this one"),
+                "{} further findings follow from this one"),
                ("ok", "1 question, correct", "{} questions, all correct"),
                ("", "1 thing was not checked", "{} things were not checked"))
 Verdicts = Mapping[str, str]  # of one question: by the run's name

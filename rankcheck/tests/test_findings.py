@@ -20,9 +20,10 @@ NAN, INF = torch.nan, torch.inf
 
 def run_record(*ranks, **seen):
     """One that ended so, without an observer's record but for `seen`."""
+    record = RankRecord(**seen) if seen else None
     return RunRecord(Path("their_train.py"), list(ranks),
-                 records=[RankRecord(**seen) if seen else None] * len(ranks),
-                 events=[[] for _ in ranks])
+                     records=[record] * len(ranks),
+                     events=[[] for _ in ranks])
 
 
 @pytest.mark.parametrize(("err", "says"), [

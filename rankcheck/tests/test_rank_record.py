@@ -89,11 +89,11 @@ def test_a_clients_record_comes_back_from_the_ranks(tmp_path):
     script = program(tmp_path / "script.py", "print('there')\n")
     run = watch_run(RunRecord(script), (), tmp_path / "seen", print,
                     Budget(20.0),
-                  probes=[count], record=Counted, world_size=2)
+                    probes=[count], record=Counted, world_size=2)
     assert [record.count for record in run.all_records] == [7, 7]
     run = watch_run(RunRecord(script), (), tmp_path / "more", print,
                     Budget(20.0),
-                  probes=[fails], record=Counted, world_size=2)
+                    probes=[fails], record=Counted, world_size=2)
     assert run.records == [None, None]
 
 

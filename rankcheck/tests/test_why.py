@@ -666,8 +666,9 @@ def test_the_agent_of_torchrun_is_no_rank(command, is_launcher):
     agent = None, None
     assert launchers.read_rank(slurm, command.split()) == (
         agent if is_launcher else (1, 2))
-    assert launchers.read_rank(slurm | {"RANK": "5", "WORLD_SIZE": "8"},
-                     command.split()) == (agent if is_launcher else (5, 8))
+    assert launchers.read_rank(
+        slurm | {"RANK": "5", "WORLD_SIZE": "8"},
+        command.split()) == (agent if is_launcher else (5, 8))
     assert launchers.read_rank(
         {"RANK": "x", "WORLD_SIZE": ""}, ["python"]) == agent
 

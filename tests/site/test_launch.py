@@ -167,7 +167,7 @@ def test_a_job_of_two_nodes(slurm):
             launch ddp -- --max-steps 2 --run-dir '{run}'
             eval "$(launch ddp --dry-run -- --max-steps 3 --run-dir '{run}' |
                 sed -n 's/^command//p')" """, PYTHONPATH=str(slurm.repo),
-            SBATCH_MEM_PER_NODE="100").stdout.strip()
+                    SBATCH_MEM_PER_NODE="100").stdout.strip()
         slurm.wait(job)
     assert slurm.job(job)["JobState"] == "COMPLETED", slurm.log(job)
     log = slurm.log(job)

@@ -111,7 +111,7 @@ def board():
             {"columns": ["1", "2", "4", "2x1x2", "stopped"]},
             {"about": "2x1x2: pipeline x data."},
             *(event for run, verdict in zip(("1", "2", "4", "2x1x2"),
-                                              MEANING, strict=True)
+                                            MEANING, strict=True)
               for event in ({"run": run},
                             {"answer": ["it is <right>", verdict]},
                             {"answer": [f"a signal to one rank ends {run}, "

@@ -33,10 +33,10 @@ NAN, INF = torch.nan, torch.inf
 def run(*ranks, script="their_train.py", **seen):
     """One that ended so, without an observer's record but for `seen`."""
     return StageRun(Path(script), list(ranks), stage="ddp",
-                      mesh=Mesh(dp=len(ranks)),
-                      records=[CourseRecord(**seen) if seen else None
+                    mesh=Mesh(dp=len(ranks)),
+                    records=[CourseRecord(**seen) if seen else None
                                ] * len(ranks),
-                      events=[[] for _ in ranks])
+                    events=[[] for _ in ranks])
 
 
 # -------------------------------------------------------- too deep to look at
@@ -103,7 +103,7 @@ def test_no_change_is_named_where_the_check_itself_fails(
             SimpleNamespace(text=data.decode(), folder=tmp_path / "none"))),
         CheckTerminal(False),
         Outcome(planned, run(RankExit(0, "", "")), [], mistake,
-                                      []), mistake)
+                []), mistake)
     assert ("The error is in " in capsys.readouterr().out) == (not errors)
 
 

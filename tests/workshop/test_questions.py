@@ -135,26 +135,26 @@ def gradient(step, factor, rank=1):
 def twice(run):
     """Two microbatches, and a reduction after each."""
     run.events = [[event for one in events
-                     for event in [one] * (1 + ("reduce" in str(one)))]
-                    for events in run.events]
+                   for event in [one] * (1 + ("reduce" in str(one)))]
+                  for events in run.events]
 
 
 def crashed(run):
     run.records[1] = None
     run.ranks = [RankExit(1, "", "RuntimeError: Connection closed by peer\n"),
-                   RankExit(1, "", f'Traceback\n  File "{run.script}", '
-                            "line 12, in main\nKeyError: 'b'\n")]
+                 RankExit(1, "", f'Traceback\n  File "{run.script}", '
+                          "line 12, in main\nKeyError: 'b'\n")]
 
 
 def other_checkpoint(run):
     model = run.state["model"]
     run.state["model"] = {name: tensor * 1.01
-                            for name, tensor in model.items()}
+                          for name, tensor in model.items()}
 
 
 def wrapped(run):
     run.state["model"] = {f"module.{name}": tensor for name, tensor
-                            in run.state["model"].items()}
+                          in run.state["model"].items()}
 
 
 def sleeps(run):
@@ -162,7 +162,7 @@ def sleeps(run):
     run.gave_up = "hangs"
     for rank, (name, line) in enumerate((("all_reduce", 9), ("barrier", 7))):
         run.events[rank] = [{"call": name, "elements": 1, "step": 1,
-                               "lines": [[line, "main", name]]}]
+                             "lines": [[line, "main", name]]}]
         run.ranks[rank] = RankExit(None, "", "")
 
 
@@ -228,7 +228,7 @@ def gathers(run):
     whole = sum(call["elements"] for call in run.calls(0)
                 if call["call"] == "allgather_base" and call["step"] == 1)
     run.events[0].append({"call": "allgather_base", "elements": whole,
-                            "step": 1, "lines": []})
+                          "step": 1, "lines": []})
 
 
 def kernels(**said):

@@ -304,7 +304,7 @@ def draw_reading(run: StageRun, reference: StageRun) -> dict[str, Any]:
 
 
 def name_faulty_changes(bench: Bench, out: Quiet, outcome: Outcome,
-             mistake: Mistake) -> None:
+                        mistake: Mistake) -> None:
     """Name the changes without which it would be right, as far as found.
 
     Scripts with a part of the differences are tried as in the run that

@@ -117,7 +117,7 @@ def plan_runs(stage: str, *, quickly: bool = False) -> list[StageRunPlan]:
     runs = []
     if about.kernels:
         runs.append(StageRunPlan("operations", "operations", Mesh(),
-                                   about=", each operation alone"))
+                                 about=", each operation alone"))
     for mesh in [pair] if quickly else meshes:
         runs.append(StageRunPlan(str(mesh), "whole", mesh))
     if pair.size > 1:

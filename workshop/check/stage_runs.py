@@ -231,7 +231,7 @@ class Bench:
                 run.rows = list(csv.DictReader(file))
         files = sorted(run_folder.glob("checkpoints/step_*.pt"))
         run.saved = [file.stem.removeprefix("step_").lstrip("0")
-                       for file in files]
+                     for file in files]
         if files:
             with contextlib.suppress(Exception):  # whatever it may write there
                 run.state = torch.load(files[-1], weights_only=True)

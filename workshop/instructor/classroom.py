@@ -185,7 +185,7 @@ def count_jobs() -> str:
     try:
         queue = subprocess.run(["squeue", "-h", "-o", "%T %j"], text=True,
                                capture_output=True, check=True,
-                              timeout=REFRESH)
+                               timeout=REFRESH)
     except (OSError, subprocess.SubprocessError):
         return ""
     jobs = (line.partition(" ") for line in queue.stdout.splitlines())

@@ -80,7 +80,7 @@ def find_job_place(env: Mapping[str, str],
                 f"{env.get('SLURM_TASKS_PER_NODE')} tasks on its nodes; fix: "
                 "request equally many on each, with --ntasks-per-node")
         return Allocation(f"SLURM job {env['SLURM_JOB_ID']}", hosts,
-                     gpus or max(1, *tasks), "SLURM")
+                          gpus or max(1, *tasks), "SLURM")
     if "PBS_NODEFILE" in env:
         text = read_regular(env["PBS_NODEFILE"]).decode(errors="replace")
         counts = Counter(text.split())
@@ -88,7 +88,7 @@ def find_job_place(env: Mapping[str, str],
                 "not name all nodes equally often; fix: request equally many "
                 "mpiprocs on each")
         return Allocation(f"PBS job {env.get('PBS_JOBID', '?')}", [*counts],
-                     next(iter(counts.values())), "PBS")
+                          next(iter(counts.values())), "PBS")
     return Allocation("", ["this machine"], count_devices() or 2)
 
 

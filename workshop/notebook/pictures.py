@@ -154,9 +154,9 @@ def tensors(shown: Sequence[Sequence[RankState]], width: float = 560,
                     out.append(draw_text(x + 4, y + 16, "-"))
                 for i, value in enumerate(numbers or ()):
                     out.append(value_box(x + i * wide, y, wide - 3, value))
-                sentences.append(f"rank {rank} holds "
-                            + (" ".join(map(shorten_number, numbers or ()))
-                               or "nothing") + ";")
+                held = " ".join(map(shorten_number, numbers or ()))
+                held = held or "nothing"
+                sentences.append(f"rank {rank} holds {held};")
                 if came is not None:
                     out += passed(x + came * wide, y, wide - 3, source,
                                   rank - 1 if rank else None, pitch)

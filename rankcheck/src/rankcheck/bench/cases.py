@@ -170,15 +170,15 @@ def read_case(entry: Any, folder: Path) -> Case:
         expect(is_number, f"{name}: {key} is no number of 1 or more")
     for key in FLAGS:
         expect(isinstance(entry[key], bool), f"{name}: {key} is not true "
-                "or false")
+               "or false")
     group, kind = entry["group"], entry["kind"]
     expect(kind in KINDS.get(group, ()), f"{name}: {kind} is no kind of "
-            f"the group {group}")
+           f"the group {group}")
     expect(bool(entry["names"]), f"{name}: names is empty")
     expect(entry["launch"] in LAUNCHERS, f"{name}: {entry['launch']} is no "
-            "launcher")
+           "launcher")
     expect(entry["processes"] % entry["nodes"] == 0, f"{name}: its "
-            "processes cannot be divided among its nodes")
+           "processes cannot be divided among its nodes")
     case = Case(
         name=name, group=group, kind=kind,
         report=read_report(name, entry["report"]), fault=entry["fault"],
@@ -205,7 +205,7 @@ def read_report(name: str, entry: Any) -> PublicReport:
         repository.count("/") == 1)
     expect(is_repository, f"{name}: {repository!r} is no owner/name")
     expect(type(number) is int and number > 0, f"{name}: {number!r} is no "
-            "number of an issue")
+           "number of an issue")
     return PublicReport(repository, number)
 
 

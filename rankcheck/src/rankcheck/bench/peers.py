@@ -149,7 +149,7 @@ class FlightRecorder(Tool):
             dumps = folder / "dumps"
             dumps.mkdir()
             run_to_end(case, twin, case.flags, folder / "work", 0, LONGEST,
-                  RecordKeeper(str(dumps)))
+                       RecordKeeper(str(dumps)))
             statements = read_dumps(dumps, case.processes)
         return ToolAnswer(tuple(statements), time.monotonic() - begin)
 

@@ -81,7 +81,7 @@ def score(case: Case, wrong: ToolAnswer, right: ToolAnswer) -> Judgement:
     for statement in right.statements:
         if statement.is_problem and not statement.is_warning:
             return Judgement(Score.FALSE, f"about the right script: "
-                          f"{statement.text}", False, warnings)
+                             f"{statement.text}", False, warnings)
     usual = {without_numbers(one) for one in right.statements
              if one.is_problem or one.describes}
     noticed = ""
@@ -91,7 +91,7 @@ def score(case: Case, wrong: ToolAnswer, right: ToolAnswer) -> Judgement:
         names = names_fault(case, statement)
         if names and (case.kind in OBSERVED or not statement.describes):
             return Judgement(Score.NAMED, statement.text, statement.is_warning,
-                          warnings)
+                             warnings)
         if names or shows_place(case, statement):
             noticed = noticed or statement.text
         if not statement.is_problem:
@@ -99,14 +99,14 @@ def score(case: Case, wrong: ToolAnswer, right: ToolAnswer) -> Judgement:
         follows = is_consequence(case, statement)
         if statement.is_cause and not statement.is_warning and not follows:
             return Judgement(Score.FALSE, f"a wrong reason: {statement.text}",
-                          False, warnings)
+                             False, warnings)
         if follows or not statement.is_warning:
             noticed = noticed or statement.text
     if noticed:
         return Judgement(Score.NOTICED, noticed, False, warnings)
     others = [one.text for one in wrong.statements if not one.is_problem]
     return Judgement(Score.MISSED, "; ".join(others) or "nothing about it",
-                  False, warnings)
+                     False, warnings)
 
 
 def without_numbers(statement: Statement) -> str:

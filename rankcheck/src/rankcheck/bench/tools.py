@@ -471,7 +471,7 @@ class DebugDetail(Tool):
         begin = time.monotonic()
         with copy_of(case, twin) as folder:
             ranks = run_to_end(case, twin, case.flags, folder / "work", 0,
-                          3.0 * SHORT_TIMEOUT, Detail())
+                               3.0 * SHORT_TIMEOUT, Detail())
         statements = [describe_end(number, rank)
                       for number, rank in enumerate(ranks)]
         found = [one for one in statements if one is not None]

@@ -172,8 +172,8 @@ def run_twin(case: Case, twin: Twin, seed: int = 0,
 
 
 def run_to_end(case: Case, twin: Twin, flags: Sequence[str], folder: Path,
-          seed: int, limit: float,
-          probe: Callable[[Log], object] | None = None) -> list[RankExit]:
+               seed: int, limit: float,
+               probe: Callable[[Log], object] | None = None) -> list[RankExit]:
     """Start a script in a folder, and wait for its end.
 
     Args:

@@ -32,8 +32,8 @@ OURS = "made by rankcheck; removed once its process has ended\n"
 LAUNCHER_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PALS_", "MPI_LOCAL",
                      "TORCHELASTIC_")
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK",
-                  "WORLD_SIZE",
-                  "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+                      "WORLD_SIZE",
+                      "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 

@@ -132,4 +132,4 @@ def note_groups(log: Log) -> None:
              *args: Any, **kwargs: Any) -> None:
         make(ddp, *args, **kwargs)
         log.note_fact("DistributedDataParallel",  # may parameters be unused?
-                  ddp.find_unused_parameters or ddp.static_graph)
+                      ddp.find_unused_parameters or ddp.static_graph)

@@ -143,7 +143,7 @@ def verify_samples(case: Comparison) -> list[Finding]:
                 if any(step.rows for step in reading.steps)]
     count = len(sets[0][0])
     return [*pick_worst([repeats_in_a_step(reading, count, case.size)
-                    for reading in readings]),
+                         for reading in readings]),
             *pick_worst([repeats_of_earlier(reading) for reading in readings]),
             *size_of_minibatch(case), *sizes_of_ranks(case),
             *lost_samples(case)]
