@@ -164,11 +164,11 @@ def sharded(state):
 def fails_again(runs):
     """The run that would show whether one process begins alike fails."""
     again = runs[1, "repeated"] = copy.deepcopy(runs[1, ""])
-    again.ranks = [RankExit(1, "", "error: it is full\n")]
+    again.ranks = [RankExit(1, "", "error: the disk is full\n")]
 
 
 def fails_together(runs):
-    runs[2, ""].ranks = [RankExit(1, "", "error: it is full\n")] * 2
+    runs[2, ""].ranks = [RankExit(1, "", "error: the disk is full\n")] * 2
 
 
 def together(*changes):
@@ -428,7 +428,7 @@ CASES = [
      "warn other-initial-weights"),
     (RIGHT, together(on_all(step=0, before=sharded), fails_again),
      initial_state.verify_initial_weights,
-     'warn initial-weights-not-compared "it is full"'),
+     'warn initial-weights-not-compared "the disk is full"'),
     (RIGHT, one_sample, samples.verify_samples, "warn identical-samples"),
     (RIGHT, together(shared(16), on_all(losses=[1.0])), samples.verify_samples,
      "FAIL same-samples"),
@@ -452,7 +452,7 @@ CASES = [
      'warn averaged-weights "2"'),
     (RIGHT, own_gradients, synchronization.verify_reductions,
      "FAIL not-reduced step=0 reduced=0 elements=10801"),
-    (RIGHT, on_all(reduced=lambda number: 1.7 * number),
+    (RIGHT, on_all(reduced=lambda number: 1.7 * number, calls=2),
      synchronization.verify_reductions,
      "warn reduced-repeatedly times=1.7"),
     (RIGHT, on(1, step=1, without=["Sequential:3.bias"]),

@@ -617,8 +617,7 @@ def test_a_rank_that_only_its_launcher_has_seen(tmp_path):
      "status 3, according to the launcher"),
     ("spawn", "os.kill(os.getpid(), 14)", "rank killed", "rank 1 was "
      "killed by SIGALRM"),
-    ("spawn", "1 / 0", "rank failed", "in line 6 of script.py: 1 / 0, with "
-     )])
+    ("spawn", "1 / 0", "rank failed", ", in line 6 of script.py: 1 / 0")])
 @pytest.mark.whole
 def test_what_the_launcher_says_of_an_end(
         launcher, last, fault, words, tmp_path):

@@ -15,7 +15,9 @@ def test_an_error_of_rankcheck_keeps_its_status():
     """`verify` could not be run: its status is 2, as that of rankcheck."""
     done = run("-m", "workshop", "verify", "no_such_script.py")
     assert done.returncode == 2
-    assert done.stderr == "error: no_such_script.py does not exist\n"
+    assert done.stderr == (
+        "error: no_such_script.py does not exist; fix: name the script as "
+        "seen from this folder\n")
 
 
 def test_an_error_of_rankcheck_is_one_line():

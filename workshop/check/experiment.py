@@ -264,7 +264,8 @@ def tell_findings(out: Quiet, findings: Sequence[Finding], seconds: float, *,
         out.report(summary=f"           ({count['and']} further {noun} "
                            f"{verb} from this one)")
     elif not count["FAIL"]:
-        text = f"{count_of(count['ok'], 'question')} ({seconds:.1f} s)"
+        text = (f"{count_of(count['ok'], 'question')} answered correctly "
+                f"({seconds:.1f} s)")
         if len(findings) == 1:
             text = findings[0].text
         out.report(summary=f"  ok       {text}")

@@ -283,9 +283,9 @@ def gradient_decisions(record: RankRecord) -> list[str]:
     made: list[str] = []
     for step in range(len(record.steps) + 1):
         skipped = record.skipped_steps.count(step)
-        made += ["its GradScaler skipped it"] * skipped
+        made += ["its GradScaler skips it"] * skipped
         discarded = record.discarded_steps.count(step)
-        made += ["its gradients were discarded"] * discarded
+        made += ["it discards its gradients"] * discarded
         if step < len(record.steps):
             made.append("makes")
     return made
@@ -315,8 +315,8 @@ def find_skips(run: RunRecord) -> list[Finding]:
                 who, other, reason = rank, first, pair[1]
             step = decided[:at].count("makes")
             return [fail(
-                f"rank {who} skips a step before its step {step} "
-                f"({reason}), rank {other} does not",
+                f"rank {who} skips step {step} ({reason}), but rank {other} "
+                "does not",
                 "make the same decision on all ranks: all_reduce what it "
                 "depends on (a loss, a norm, found_inf)", ranks=[who],
                 numbers={"step": step},

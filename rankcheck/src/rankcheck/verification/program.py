@@ -108,7 +108,8 @@ def read_program(command: Iterable[str]) -> Program:
     require(not is_program(command[0]), f"{command[0]} is a program, and "
             "verify starts the processes itself; fix: name the script that "
             f"it starts: {USAGE}")
-    require(os.path.lexists(script), f"{command[0]} does not exist")
+    require(os.path.lexists(script), f"{command[0]} does not exist; fix: "
+            "name the script as seen from this folder")
     require(script.is_file(), f"{command[0]} is not a file")
     return Program(script, (*launcher_flags, *command[1:]), launcher=launcher)
 

@@ -192,8 +192,8 @@ def explain_end(run: RunRecord, prefix: str = "") -> Finding | None:
     lines = [line for line in run.ranks[0].out.splitlines() if line.strip()]
     if lines:
         text += f'; last line of output: "{lines[-1][:200]}"'
-    return fail(text, "check that it trains with these flags, and does not "
-                "start processes itself", kind="no-step")
+    return fail(text, "check that the script trains with these flags, and "
+                "that it does not start processes itself", kind="no-step")
 
 
 def reduces(run: RunRecord) -> bool:

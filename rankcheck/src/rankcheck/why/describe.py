@@ -81,6 +81,8 @@ def describe_group(call: Call, world_size: int | None) -> str:
 def describe_rank_error(rank: Rank) -> str:
     """Return with which error or status it ended, where, and the errors that
     followed.
+
+    The line comes last, as its code may contain the error's own words.
     """
     ended: Ended = rank.ended or {}
     error, message = ended.get("error") or "", ended.get("message") or ""
@@ -90,15 +92,13 @@ def describe_rank_error(rank: Rank) -> str:
         first = f"{first} {message.strip().splitlines()[-1][:200]}"
         place = rank.find_place(frames)
     launcher_says = bool(ended.get("told")) and not frames
-    text = ""
+    text = f", with status {ended['status']!r}"
+    if error:
+        text = f", with {error}: {first}"
+    elif launcher_says:
+        text += ", according to the launcher"
     if not launcher_says and place.file != "?":
         text += f", in {place}"
-    if error:
-        text += f", with {error}: {first}"
-    else:
-        text += f", with status {ended['status']!r}"
-        if launcher_says:
-            text += ", according to the launcher"
     for row in ended.get("then", ()):
         followed = ErrorThatFollowed(*row)
         text += f"; then {followed.text}"

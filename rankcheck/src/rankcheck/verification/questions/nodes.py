@@ -437,11 +437,11 @@ def reads_of_other_node(run: RunRecord, rank: int, path: str, opener: int
                         ) -> Finding:
     """Say that a rank reads what the other node alone has written."""
     place = Path(path)
-    where = str(place.parent)
-    if where.startswith(f"{Path(run.copy).parent}/"):
-        where = "the temporary folder"
+    shown = str(place)
+    if shown.startswith(f"{Path(run.copy).parent}/"):
+        shown = f"{place.name} in the temporary folder"
     finding = warn(
-        f"on two nodes, rank {rank} reads the file {place.name} in {where}, "
+        f"on two nodes, rank {rank} reads {shown}, "
         "but only the other node has written it", "write it on each node "
         "(LOCAL_RANK 0), or where all nodes can read it", ranks=[rank],
         kind="nodes-local-file")

@@ -338,10 +338,10 @@ def repeats_of_earlier(reading: Reading) -> Finding | None:
     share = share_again(read[:most])
     usual = share_again(read_by_one[:most])
     numbers = {"percent": 100 * share}
-    text = (f"{percent(share)} of the samples were already read in an earlier "
-            "step")
+    text = (f"of the first {most} samples, {percent(share)} had been read in "
+            "an earlier step")
     if single:
-        text += f" (with 1 process: {percent(usual)} of the same number)"
+        text += f" (with 1 process {percent(usual)})"
         numbers["single"] = 100 * usual
     counts = count_again(steps)
     steady = len(counts) > 1 and len(set(counts)) == 1

@@ -90,10 +90,11 @@ def verify_averaged_weights(case: Comparison) -> list[Finding]:
         error = off(last - begin, expected_last - begin)
         if not error <= limit:
             return [fail(
-                "the update of a copy of the model has a relative error of "
-                f"{percent(error)}", "update averaged weights (EMA) once per "
-                "optimizer step, not once per microbatch, with a decay that "
-                "does not depend on the number of processes",
+                "the change of the averaged weights (EMA) has a relative "
+                f"error of {percent(error)} against 1 process",
+                "update them once per optimizer step, not once per "
+                "microbatch, with a decay that does not depend on the number "
+                "of processes",
                 numbers={"error": error, "limit": limit},
                 kind="averaged-weights-differ")]
     if not compared:

@@ -241,7 +241,7 @@ def how_often(case: Comparison, elements: list[int], otherwise: bool
     most = max(turns, key=lambda turn: turn.times)
     size = sum(record["bytes"] for record in of_rank_0) / len(of_rank_0)
     calls = max(record["calls"] for record in of_rank_0)
-    sent = f"{size / 1e6:.3g} MB in {count_of(calls, 'call')}"
+    sent = f"{size / 1e6:.3g} MB in {count_of(calls, 'collective')}"
     if most.times < SEVERAL:
         return [ok(f"gradients are reduced once per step, {sent}",
                    proves=REDUCED, numbers={"times": 1}, kind="reduced")]
