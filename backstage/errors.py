@@ -138,16 +138,17 @@ def report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         print("\ninterrupted", file=sys.stderr)
         return 130
+    status = error.status if isinstance(error, UserError) else 1
     if not isinstance(error, BrokenPipeError):  # of `| head`, for example
         if (message := explain(error)) is None:
             traceback.print_exc()
         else:
-            say_once(message)
+            say_once(message, status)
     try:
         sys.stdout.flush()
     except OSError:
         silence()
-    return error.status if isinstance(error, UserError) else 1
+    return status
 
 
 def leave(status: str | int | None) -> NoReturn:
@@ -169,15 +170,20 @@ def leave(status: str | int | None) -> NoReturn:
 def finish(status: int, call_exit_handlers: bool = True) -> None:
     """Do what is left to do in a process that ends without Python's clean-up.
     """
-    # `why` watches: "witness" if it is one of an older rankcheck
-    watcher = (sys.modules.get("rankcheck_watcher")
-               or sys.modules.get("rankcheck_witness"))
-    if watcher is not None:
-        watcher.leave(status)
+    tell_watcher(status)
     if call_exit_handlers:
         atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+def tell_watcher(status: int) -> None:
+    """Let `why`, if it watches, record how this process ends."""
+    # "witness" is the name in an older rankcheck
+    watcher = (sys.modules.get("rankcheck_watcher")
+               or sys.modules.get("rankcheck_witness"))
+    if watcher is not None:
+        watcher.leave(status)
 
 
 def leave_mpi(status: object,
@@ -368,16 +374,18 @@ def explain_distributed(lines: list[str]) -> str:
     return f"torch.distributed failed: {text}"
 
 
-def say_once(message: str) -> None:
+def say_once(message: str, status: int) -> None:
     """Print an error once, even if every rank has it: rank 0, at once.
 
     The others give the launcher time to end them; if it does not, rank 0 does
-    not have that error.
+    not have that error. `why` learns of it before: a rank that the launcher
+    ends can no longer say what it was.
     """
     rank, local_rank = (  # that the names make no sense may be the error
         to_count(os.environ.get(name, "")) or 0
         for name in ("RANK", "LOCAL_RANK"))
     if rank:
+        tell_watcher(status)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3 + 0.5 * local_rank)
     where = f"error (rank {rank})" if rank else "error"

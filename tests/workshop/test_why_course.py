@@ -24,6 +24,7 @@ from rankcheck_testing.evidence import (
     check_end,
     join_alone,
     read_said,
+    run_watched,
 )
 from rankcheck_testing.support import wait_for
 from workshop import why as speed
@@ -149,6 +150,23 @@ def test_how_a_script_of_others_ends(joins, main, status, error, tmp_path):
     join = join_alone() if joins else ""  # the port is free now
     check_end(tmp_path, "from backstage.errors import run_main\n"
               f"{join}run_main({main})", status, error, CLONE_PATH)
+
+
+@pytest.mark.whole
+def test_a_rank_that_the_launcher_ends_has_told_its_error(tmp_path):
+    """It waits with its message, so that only rank 0 prints it, and is ended
+    meanwhile, as by torchrun after another rank's error.
+    """
+    end = run_watched(tmp_path, """\
+import os, signal, threading
+from backstage.errors import require, run_main
+threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+run_main(lambda: require(False, "a tensor has 9 elements, not 1"))
+""", path=CLONE_PATH, RANK="1", WORLD_SIZE="2")
+    record, = end.records
+    assert end.status == -signal.SIGTERM
+    assert record["ended"]["error"] == "UserError"
+    assert record["ended"]["message"] == "a tensor has 9 elements, not 1"
 
 
 def test_the_courses_launcher_is_a_rank():

@@ -266,7 +266,7 @@ def watch_backstage(log: Log) -> None:
             local_rank, int) else str(local_rank))
         return use(name, local_rank)
 
-    errors.say_once = lambda message: print(
+    errors.say_once = lambda message, status: print(
         f"error: {message}", file=sys.stderr, flush=True)
 
 
