@@ -359,7 +359,7 @@ def test_the_journey_from_ddp(page, lab, repo):
     made = lesson.run_instead("# remove a #", 'apply("lit", 2, 3)',
                               "Shift+Enter")
     assert "made change 3" in made
-    advice = "Reopen the script if", "Overwrite discards these changes."
+    advice = "Reopen the script if", "Overwrite would undo this command."
     for words in advice:
         lesson.readable(words)
     page.wait_for_timeout(1000)  # the list has followed

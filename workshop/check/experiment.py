@@ -264,8 +264,8 @@ def tell_findings(out: Quiet, findings: Sequence[Finding], seconds: float, *,
         out.report(summary=f"           ({count['and']} further {noun} "
                            f"{verb} from this one)")
     elif not count["FAIL"]:
-        text = (f"{count_of(count['ok'], 'question')} answered correctly "
-                f"({seconds:.1f} s)")
+        noun = "property is" if count["ok"] == 1 else "properties are"
+        text = f"{count['ok']} {noun} correct ({seconds:.1f} s)"
         if len(findings) == 1:
             text = findings[0].text
         out.report(summary=f"  ok       {text}")
@@ -442,7 +442,7 @@ def give_reason(out: Quiet, text: str, reason: str, hint: str = "") -> None:
         reason: "" where the script differs from the lesson otherwise.
         hint: the lesson's, in words, which comes first; "" where it has none.
     """
-    for line in hint, reason:
+    for label, line in ("hint", hint), ("reason", reason):
         if line:
-            out.say(f"           {line}")
+            out.say(f"           {label}: {line}")
     out.report(cause=[text, reason, hint])

@@ -142,8 +142,8 @@ def plan_other_flags(about: Stage, first: Mesh, pair: Mesh
     runs = [
         StageRunPlan(
             "resumed", "resumed", pair, ("--resume",),
-            f", resuming after step {RESUMED - 1} a run of "
-            f"{first.description}"),
+            f", resuming the run of {first.description} after step "
+            f"{RESUMED - 1}"),
         StageRunPlan(
             "stopped", "stopped", pair,
             ("--compile", "--recompute", "--generate-every", 1),

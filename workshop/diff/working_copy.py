@@ -35,7 +35,7 @@ from workshop.stages import LESSONS, STAGES, WORKING_COPY, find_stage
 
 REOPEN = ("Reopen the script if an editor shows the old one. In JupyterLab, "
           "click into it, then File > Reload Python File from Disk; if "
-          "JupyterLab asks, choose Revert: Overwrite discards these changes.")
+          "JupyterLab asks, choose Revert. Overwrite would undo this command.")
 
 
 def changes_passed(diff: Diff) -> list[RemainingChange]:

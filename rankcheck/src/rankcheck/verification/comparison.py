@@ -253,8 +253,8 @@ def compare_batches(case: Comparison) -> BatchComparison:
         return BatchComparison(case.size)
     same = next(i for i, (read, expected) in enumerate(zip(
         multi, single, strict=False)) if read != expected)
-    reason = ("the samples are not those of the single-process run (others, "
-              "or the same padded or computed differently)")
+    reason = ("the samples are not those of the single-process run: they are "
+              "others, or padded or computed differently")
     one = case.single_process_run.record_of(0)
     if left_out(one) != left_out(case.multi_process_run.record_of(0)):
         reason = "it skips other steps than with 1 process"

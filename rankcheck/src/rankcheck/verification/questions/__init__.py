@@ -112,8 +112,8 @@ def may_be(case: Comparison) -> str:
 def not_seen(case: Comparison) -> list[str]:
     """Say what the answers say nothing about."""
     return [after_last_step(case), about_devices(case),
-            "whether targets belong to their samples: a sample is a row of "
-            "the model's input",
+            "whether targets belong to their samples: only the model's "
+            "inputs are compared",
             *unseen_of_ranks(case), *unseen_of_single(case)]
 
 

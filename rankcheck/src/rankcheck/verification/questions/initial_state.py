@@ -196,9 +196,9 @@ def verify_hand_sharded_parts(case: Comparison) -> list[Finding]:
         return []
     return [fail(
         f"ranks hold identical values where their parts of "
-        f"{case.named(twins)} should differ", "draw the whole tensor and take "
-        "the rank's part, or draw each part with its own seed: all ranks drew "
-        "theirs with the same one", learned={
+        f"{case.named(twins)} should differ", "initialize the whole tensor "
+        "on each rank and keep the rank's part, or initialize each part with "
+        "its own seed: all ranks used the same seed", learned={
             "skip_reason": "parts that should differ are equal"},
         kind="equal-shards")]
 

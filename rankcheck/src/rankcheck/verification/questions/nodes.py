@@ -352,7 +352,7 @@ def compare_gradients(both: TwoNodes) -> list[Finding]:
                 f"group, that depends on LOCAL_WORLD_SIZE: {GLOBAL_RANKS}",
                 numbers=numbers,
                 kind="nodes-gradients-differ")]
-    return [ok("on two nodes the gradients match those on one, in "
+    return [ok("on two simulated nodes the gradients match those on one, in "
                f"{counted(pairs, 'step')}",
                numbers={"steps": len(pairs)},
                kind="nodes-gradients-match")]

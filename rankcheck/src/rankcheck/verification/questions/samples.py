@@ -60,8 +60,9 @@ OTHER_SIZE = 0.2
 # between 1 and 2, not a measurement.
 SHARDED_TWICE = 1.5
 
-ONE_ORDER = ("shuffle with the same seed on all ranks, for example the epoch: "
-             "a DistributedSampler gives each rank its part of one order")
+ONE_ORDER = ("use the same seed for shuffling on all ranks, for example the "
+             "epoch's number: a DistributedSampler gives each rank its part "
+             "of one common order")
 
 
 @dataclass(frozen=True)

@@ -248,13 +248,17 @@ def how_often(case: Comparison, elements: list[int], otherwise: bool
     where = f"in step {most.step}"
     if most.times < MORE_OFTEN * min(turn.times for turn in turns):
         where = "per step"
-    text = f"gradients are reduced {most.times:.2g} times {where}, {sent}"
+    times = f"{most.times:.2g} times {where}"
+    if round(most.times) != round(most.times, 1):
+        times += " on average"
+    text = f"gradients are reduced {times}, {sent}"
     if case.facts("fully_shard"):  # it costs memory to do otherwise
         return [ok(text, proves=REDUCED, numbers={"times": most.times},
                    kind="reduced")]
-    fix = ("reduce once: run all microbatches but the last under "
-           "model.no_sync(), including their forward pass; or check "
-           "whether one loss takes several backward passes")
+    fix = ("reduce once: all_reduce nothing that DDP averages; run all "
+           "microbatches but the last under model.no_sync(), including their "
+           "forward pass; check whether one loss takes several backward "
+           "passes")
     kind = "reduced-repeatedly"
     if case.facts("no_sync") and not case.facts("forward in no_sync"):
         kind = "no-sync-outside-forward"
@@ -503,7 +507,7 @@ def verify_mean_of_ranks(case: Comparison) -> list[Finding]:
     shows: frozenset[Proof] = frozenset()
     if differ:
         shows = REDUCED
-    return [ok("gradients are the mean over the ranks before clipping "
+    return [ok("gradients are the mean over the ranks "
                f"(relative error {max(errors):.0e})", proves=shows,
                kind="mean-of-ranks")]
 
@@ -590,8 +594,8 @@ def some_summed(case: Comparison, step: int, sums: set[str]) -> Finding:
     return warn(
         f"in step {step} the gradients of {case.named(sums)} are the sum "
         "over all ranks; the others are the mean", "divide them by the number "
-        "of processes after all_reduce, as DDP does; fine if the losses of "
-        "these parameters are parts of one sum",
+        "of processes after all_reduce, as DDP does; fine if each rank's "
+        "loss is one part of a sum",
         numbers={"step": step}, kind="partly-summed-gradients")
 
 
