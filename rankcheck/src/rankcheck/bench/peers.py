@@ -209,6 +209,19 @@ ENOUGH = 900.0  # seconds for one of its programs
 FAILED = 6  # invariants that are quoted, of those that are violated
 
 
+@dataclass(frozen=True)
+class Invariants:
+    """What TrainCheck has inferred from the right script of a case.
+
+    Attributes:
+        text: the file that it has written.
+        problem: what went wrong, or "".
+    """
+
+    text: str = ""
+    problem: str = ""
+
+
 class TrainCheck(Tool):
     """Invariants of the right script, checked on a run of another script.
 
@@ -218,6 +231,9 @@ class TrainCheck(Tool):
 
     name = "TrainCheck"
     is_slow = True
+
+    def __init__(self) -> None:
+        self.invariants: dict[str, Invariants] = {}  # by the case's name
 
     def version(self) -> str:
         if shutil.which(COLLECT) is None:
@@ -238,7 +254,10 @@ class TrainCheck(Tool):
     def ask(self, case: Case, twin: Twin) -> ToolAnswer:
         begin = time.monotonic()
         with copy_of(case, twin) as folder:
-            statements = check_traces(case, twin, folder)
+            if case.name not in self.invariants:
+                self.invariants[case.name] = infer_invariants(case, folder)
+            found = self.invariants[case.name]
+            statements = check_trace(case, twin, folder, found)
         return ToolAnswer(tuple(statements), time.monotonic() - begin)
 
 
@@ -248,22 +267,36 @@ def find_python() -> str:
     return str(Path(found or "").with_name("python"))
 
 
-def check_traces(case: Case, twin: Twin, folder: Path) -> list[Statement]:
-    """Return what TrainCheck says about the script in a folder."""
+def infer_invariants(case: Case, folder: Path) -> Invariants:
+    """Trace the right script, and infer what is always true of it."""
     reference = folder / "reference"
     reference.mkdir()
     shutil.copyfile(case.script("right"), reference / "train.py")
+    file = folder / "inferred.json"
+    for command in (
+            collect_command(case, reference),
+            [INFER, "-f", str(reference / "trace"), "-o", str(file)]):
+        problem = run_program(command, folder, seed="0")
+        if problem:
+            return Invariants(problem=problem)
+    return Invariants(file.read_text("utf-8"))
+
+
+def check_trace(case: Case, twin: Twin, folder: Path, inferred: Invariants
+                ) -> list[Statement]:
+    """Return what TrainCheck says about the script in a folder."""
+    if inferred.problem:
+        return [Statement(inferred.problem, is_problem=False)]
     target = folder / "target"
     target.mkdir()
     (folder / "train.py").rename(target / "train.py")
     invariants = folder / "invariants.json"
+    invariants.write_text(inferred.text, "utf-8")
+    seed = "1" if twin == "right" else "0"
     for command in (
-            collect_command(case, reference),
-            [INFER, "-f", str(reference / "trace"), "-o", str(invariants)],
             [*collect_command(case, target), "--invariants", str(invariants)],
             [CHECK, "-f", str(target / "trace"), "-i", str(invariants),
              "-o", str(folder / "checked")]):
-        seed = "1" if twin == "right" and str(target) in command[-1] else "0"
         problem = run_program(command, folder, seed)
         if problem:
             return [Statement(problem, is_problem=False)]
@@ -272,6 +305,9 @@ def check_traces(case: Case, twin: Twin, folder: Path) -> list[Statement]:
 
 def collect_command(case: Case, folder: Path) -> list[str]:
     """Return the command that traces a script, which a shell script starts.
+
+    The model that is trained is the last that the script assigns: a module
+    that DDP has wrapped since then crashes when it is tracked.
     """
     tracked = MODEL.findall((folder / "train.py").read_text("utf-8"))
     lines = ["set -e"]
@@ -285,7 +321,7 @@ def collect_command(case: Case, folder: Path) -> list[str]:
     script = folder / "start.sh"
     script.write_text("\n".join(lines) + "\n")
     return [COLLECT, "--pyscript", str(folder / "train.py"), "--shscript",
-            str(script), "--models-to-track", *(tracked[:1] or ["model"]),
+            str(script), "--models-to-track", *(tracked[-1:] or ["model"]),
             "--output-dir", str(folder / "trace")]
 
 
