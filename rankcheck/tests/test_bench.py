@@ -330,6 +330,7 @@ def test_a_process_is_found_by_its_folder_and_its_rank(tmp_path):
     assert not tools.processes_in(tmp_path)
 
 
+@pytest.mark.whole
 def test_what_a_job_has_left_is_ended_and_nothing_else(tmp_path):
     """Each rank has a session of its own; so has a shell in the folder."""
     program(tmp_path / "train.py", "import time\ntime.sleep(600)\n")

@@ -6,6 +6,8 @@ import sys
 import threading
 import time
 
+import pytest
+
 from rankcheck.engine import progress
 from rankcheck.engine.hang_detector import Budget
 from rankcheck.engine.progress import (
@@ -74,6 +76,7 @@ def test_collections_are_as_they_were():
     assert gc.isenabled()
 
 
+@pytest.mark.whole
 def test_a_run_says_how_many_steps_of_all_are_made(tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "FIRST", 0.0)
     monkeypatch.setattr(progress, "REPEATED", 0.0)
@@ -91,6 +94,7 @@ def test_a_run_says_how_many_steps_of_all_are_made(tmp_path, monkeypatch):
                     STEPS - 1: "6 optimizer steps in total"}
 
 
+@pytest.mark.whole
 def test_whole_tensors_are_described_without_importing_sharded_ones():
     """That import takes half as long as torch's."""
     code = ("import sys, torch\n"

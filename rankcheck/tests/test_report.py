@@ -144,6 +144,7 @@ def test_an_error_of_a_question_is_status_2(script, monkeypatch, capsys):
             assert f"error: {document['error']}\n" == err
 
 
+@pytest.mark.whole
 def test_nothing_compared_is_status_2(script):
     """Unseeded data with gradients times 3: two warnings, and no proof."""
     program = script(UNSEEDED)

@@ -114,6 +114,7 @@ print("peak", int(status[status.index("VmHWM:") + 1]) >> 18)
 """
 
 
+@pytest.mark.whole
 def test_memory_and_destructors_stay_as_they_are(tmp_path):
     """`del` frees at once, while the hook looks, too."""
     script = program(tmp_path / "script.py", WATCHED)
@@ -922,6 +923,7 @@ import faulthandler
         file.read_text() for file in (tmp_path / "why").glob("*.stack"))
 
 
+@pytest.mark.whole
 def test_no_place_is_in_the_hook(tmp_path):
     """How a rank ends is written by the hook, in the rank's main thread."""
     program(tmp_path / "torch.py", "")

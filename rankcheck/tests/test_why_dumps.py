@@ -60,7 +60,9 @@ def leave_dumps(folder, line):
     return [dumps.load_dump(*item) for item in files.items()]
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [
+    "another operation", *(pytest.param(name, marks=pytest.mark.whole)
+                           for name in list(FAULTS)[1:])])
 def test_ranks_that_wait(name, tmp_path):
     line, words, ranks, proven = FAULTS[name]
     found = dumps.judge_dumps(leave_dumps(tmp_path, line))
@@ -143,6 +145,7 @@ def add_messages(folder, *names, **change):
         [dumps.load_dump(*item) for item in files.items()])
 
 
+@pytest.mark.whole
 def test_messages(tmp_path):
     leave_dumps(tmp_path, "time.sleep(9)")
     found, = add_messages(tmp_path, "send 0->1", "recv 1<-2", "")
@@ -152,6 +155,7 @@ def test_messages(tmp_path):
     assert found.ranks == [1] and not found.kind
 
 
+@pytest.mark.whole
 def test_a_message_to_a_rank_that_nobody_knows(tmp_path):
     leave_dumps(tmp_path, "time.sleep(9)")
     found, = add_messages(tmp_path, "send 0->7", "", "")
@@ -159,6 +163,7 @@ def test_a_message_to_a_rank_that_nobody_knows(tmp_path):
     assert found.ranks == [7]
 
 
+@pytest.mark.whole
 def test_messages_that_are_sent_together(tmp_path):
     """NCCL adds an entry for all of them, which has no counterpart."""
     leave_dumps(tmp_path, "time.sleep(9)")
@@ -167,6 +172,7 @@ def test_messages_that_are_sent_together(tmp_path):
         "recv 1<-0, send 1->0, coalesced", "")
 
 
+@pytest.mark.whole
 def test_collectives_that_are_started_together(tmp_path):
     """They share a number. A rank whose last entry lacks is no mismatch."""
     leave_dumps(tmp_path, "time.sleep(9)")
@@ -186,6 +192,7 @@ def test_collectives_that_are_started_together(tmp_path):
         "rank 2 waits in collective 2 of group 0, _all_gather_base of ")
 
 
+@pytest.mark.whole
 def test_groups_of_one_name_on_other_ranks(tmp_path):
     """They are two groups: their collectives are not compared."""
     leave_dumps(tmp_path, "time.sleep(9)")
@@ -205,6 +212,7 @@ def test_groups_of_one_name_on_other_ranks(tmp_path):
     assert not dumps.judge_dumps(read)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("name", "differs"), [
     ("all_reduce", True), ("all_gather", False), ("broadcast", True),
     ("all_to_all_single", False), ("reduce_scatter", False)])

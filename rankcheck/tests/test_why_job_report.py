@@ -185,6 +185,7 @@ def start_job(folder, command, work, seconds):
                  "WORLD_SIZE": "1", "PYTHONPATH": SOURCE_PATH})
 
 
+@pytest.mark.whole
 def test_a_command_when_a_job_hangs(tmp_path):
     """Once, with the folder; the job goes on, has no child, and nothing of
     it is left.
@@ -209,6 +210,7 @@ def test_a_command_when_a_job_hangs(tmp_path):
     assert json.loads(record.read_text())["idle_seconds"] >= 20
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("end", ["itself", "SIGKILL"])
 def test_a_monitor_ends_with_its_job(end, tmp_path):
     """Without its command, if there was no hang."""
@@ -287,6 +289,7 @@ def test_on_hang_without_a_start(tmp_path):
     assert status == 2 and "belongs to a start" in err
 
 
+@pytest.mark.whole
 def test_threads_are_recorded_whole(tmp_path):
     """When somebody asks."""
     program(tmp_path / "torch.py", "")

@@ -321,6 +321,7 @@ def test_what_was_started_last_in_a_folder_of_ones_own(tmp_path):
     assert "log, no longer exists" in said.stdout
 
 
+@pytest.mark.whole
 def test_an_output_that_another_start_has_replaced(tmp_path):
     """By > FILE, with the same name and, as it happens, the same length."""
     log = tmp_path / "log"

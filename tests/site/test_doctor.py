@@ -192,6 +192,7 @@ def test_room_for_two_checkpoints_and_a_part(monkeypatch):
         doctor.ask_write_access()
 
 
+@pytest.mark.whole
 def test_processes_that_do_not_reach_each_other(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lost0")
     with pytest.raises(UserError, match=r"do not reach each other: "

@@ -102,6 +102,7 @@ def test_a_signal_to_its_workers_too_saves(tmp_path):
     assert out.endswith("the last words\n")
 
 
+@pytest.mark.whole
 def test_a_mistake_ends_it_despite_its_workers(tmp_path):
     """They ignore the SIGTERM by which Python ends them before it waits."""
     script = edited(tmp_path, "starter", (

@@ -655,6 +655,7 @@ FLAGS = ["--" + name.replace("_", "-") for name in vars(std.PRESETS["tiny"])
 NUMBERS = st.integers() | st.floats() | st.sampled_from([2**63, 2**70, -2**70])
 
 
+@pytest.mark.whole
 @few
 @given(st.lists(st.tuples(st.sampled_from(FLAGS), NUMBERS | st.text(
     st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]))),

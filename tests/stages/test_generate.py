@@ -102,6 +102,7 @@ def test_choices(run, write):
     assert texts(write(*same, "--prompt", "", "--top-k", 0))
 
 
+@pytest.mark.whole
 def test_a_text_does_not_depend_on_the_others_or_who_writes(run, write):
     """Some of the processes have none to write; rank 0 alone prints."""
     flags = ("--run-dir", run, "--max-new-tokens", 40, "--num-sequences")

@@ -155,6 +155,7 @@ def test_every_row_is_still_there(case, begun, tmp_path):
         assert stage == "std" or steps.index(line) < steps.index("| step")
 
 
+@pytest.mark.whole
 def test_a_note_in_the_record_is_still_there(data, tmp_path):
     train("std", tmp_path / "run", "--max-steps", 2, data=data)
     file = tmp_path / "run" / "hyperparameters.json"

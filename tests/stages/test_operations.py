@@ -201,6 +201,7 @@ def state(step: int) -> dict[str, object]:
     return {"step": step, "model": {"a": torch.full((50,), float(step))}}
 
 
+@pytest.mark.whole
 def test_a_checkpoint(tmp_path):
     def prepare(folder):
         for step in 1, 2:

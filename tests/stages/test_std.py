@@ -253,7 +253,8 @@ class CtrlCWhilePrinting(io.RawIOBase):
 
 
 @pytest.mark.parametrize(("stage", "number", "status", "probes"), [
-    ("std", signal.SIGTERM, 0, ()), ("lit", signal.SIGINT, 130, ()),
+    ("std", signal.SIGTERM, 0, ()),
+    pytest.param("lit", signal.SIGINT, 130, (), marks=pytest.mark.whole),
     ("std", signal.SIGINT, 130, [CtrlCWhilePrinting()])])
 def test_stops_with_a_checkpoint(
         data, tmp_path, stage, number, status, probes):

@@ -207,6 +207,7 @@ def test_the_stop_button_ends_a_call(kernel):
     assert said(process) == ["interrupted", "(a picture)"]
 
 
+@pytest.mark.whole
 def test_the_stop_button_ends_what_refuses(kernel):
     """The third time it ends the process; the next cell has another one."""
     process = kernel("print(refuse())\nprint(cadence())")
@@ -222,6 +223,7 @@ def test_the_stop_button_ends_what_refuses(kernel):
     assert picture == "(a picture)"
 
 
+@pytest.mark.whole
 def test_a_process_that_was_killed_is_a_line(kernel):
     process = kernel(
         "import os, threading\n"
@@ -233,6 +235,7 @@ def test_a_process_that_was_killed_is_a_line(kernel):
     assert (waits, picture) == ("it waits", "(a picture)")
 
 
+@pytest.mark.whole
 def test_it_ends_with_its_kernel(kernel):
     process = kernel(
         "print(process.find_running().process.pid, flush=True)\nwait(600)")
@@ -243,6 +246,7 @@ def test_it_ends_with_its_kernel(kernel):
     wait_for(lambda: not is_alive(pid), 60)
 
 
+@pytest.mark.whole
 def test_the_file_that_says_that_it_lives_ends_with_it(repo, tmp_path):
     """Also where the end takes a while, in which it is not made again."""
     record = {"root_dir": str(repo)}
@@ -260,6 +264,7 @@ def test_the_file_that_says_that_it_lives_ends_with_it(repo, tmp_path):
     assert was_there == "True" and not (repo / name).exists()
 
 
+@pytest.mark.whole
 def test_a_python_that_does_not_start_is_a_line(kernel, repo):
     """If it is the course's: what is not, is passed over."""
     (repo / "workshop" / "html.py").write_text("import nothing_of_ours\n")

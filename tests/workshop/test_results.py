@@ -274,6 +274,7 @@ def test_runs_of_other_lengths_part_after_the_warm_up():
     assert title not in panels.themed(lambda ax: panels.loss(ax, both))
 
 
+@pytest.mark.whole
 def test_plot_says_what_is_wrong_in_a_line(tmp_path, monkeypatch):
     """matplotlib would write folder.png for "folder"."""
     said = workshop(ROOT, "plot", "nowhere", status=1)

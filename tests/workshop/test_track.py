@@ -97,6 +97,7 @@ def test_a_tool_that_is_not_installed_is_a_line(name, monkeypatch):
         track.require_tracker(name)
 
 
+@pytest.mark.whole
 def test_tensorboard_has_the_numbers_of_metrics_csv(data, tmp_path):
     needs("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import (
