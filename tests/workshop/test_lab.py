@@ -457,12 +457,12 @@ def test_a_view_that_comes_late_lives(page, lab, repo):
     """In a cell that has had one, though the machine was busy for so long."""
     shutil.copy(STAGES["ddp"].solution, repo / "code/train_gpt2.py")
     file = repo / "workshop" / "notebook" / "following.py"
-    shown = "output = frontend.LiveOutput(alive(view()).bundle())"
+    shown = "output = frontend.LiveOutput(alive(shown).bundle())"
     text = file.read_text()
     assert shown in text
-    file.write_text(text.replace(shown, f"""bundle = alive(view()).bundle()
+    file.write_text(text.replace(shown, f"""bundle = alive(shown).bundle()
     time.sleep(12 * (ROOT / "busy").exists())
-    {shown.replace("alive(view()).bundle()", "bundle")}"""))
+    {shown.replace("alive(shown).bundle()", "bundle")}"""))
     lesson = Lesson(page, lab(repo, all_cells=True), "diff_lit")
     lesson.run('diff("lit")')
     dead = page.get_by_text("does not follow your script any more")
@@ -474,6 +474,32 @@ def test_a_view_that_comes_late_lives(page, lab, repo):
     assert dead.is_hidden()
     os.kill(server_of(repo), 9)
     lesson.expect(dead).to_be_visible()
+
+
+def test_the_list_in_a_second_window_takes_over(page, lab, repo):
+    """The first one says so, until its cell is run again."""
+    url = lab(repo, all_cells=True)
+    first = Lesson(page, url)
+    first.run('diff("ddp")')
+    window = page.context.new_page()
+    window.goto(f"{url}/lab/workspaces/two/tree/notebooks/diff_ddp.ipynb")
+    second = Lesson(window)
+    second.runs = first.runs
+    second.run('diff("ddp")')
+    here, there = (one.get_by_text("does not follow your script any more")
+                   for one in (page, window))
+    first.expect(here.first).to_be_visible()
+    first.expect(there).to_have_count(1)
+    assert there.is_hidden()
+    workshop(repo, "apply", "ddp", "1")
+    total = len(documents.load_changes("ddp"))
+    words = f"{total - 1} of {total} changes left"
+    second.expect(window.get_by_text(words).first).to_be_visible()
+    assert not page.get_by_text(words).count()
+    first.runs = second.runs
+    assert words in first.run('diff("ddp")')
+    first.expect(there.first).to_be_visible()
+    assert here.is_hidden()
 
 
 def test_the_journey_to_the_first_submitted_job(

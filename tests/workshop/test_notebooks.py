@@ -186,7 +186,25 @@ def test_a_view_follows_the_script_once_it_is_whole(monkeypatch):
     monkeypatch.setattr(following, "saved_state", saved_at)
     following.follow_script(lambda: Shown("", "view"))
     assert done.wait(60)
-    assert shown == ["view"]
+    assert shown[0] == "view"
+
+
+def test_a_view_says_that_another_one_follows_the_script(monkeypatch):
+    ids, updates = [], {}
+    monkeypatch.setattr(frontend, "current", SimpleNamespace(
+        is_notebook=True, display=lambda _, name: ids.append(name),
+        update=lambda bundle, name: updates.update({
+            name: bundle["text/html"]})))
+    monkeypatch.setattr(following, "saved_state", lambda: "as it was")
+    for text in "first", "second":
+        following.follow_script(lambda text=text: Shown(
+            f"<p>{text}</p><script>scroll()</script>", text))
+    wait_for(lambda: updates)
+    html = updates[ids[0]]
+    assert "does not follow your script any more" in html
+    assert "<p>first</p>" in html and "<script>" not in html
+    assert list(updates) == ids[:1]
+    following.followed = None
 
 
 def test_where_jobs_are_submitted_with_pbs(tmp_path, monkeypatch):

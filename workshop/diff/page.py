@@ -43,9 +43,10 @@ BRING_LINE = read_page_script("bring_line.js")
 KEEP_UNFOLDED = read_page_script("keep_unfolded.js")
 TEXTS_SCRIPT = read_page_script("texts.js")
 ANNOUNCE = read_page_script("announce.js")
-STALE = """<div class="ws"><p class="ask"><strong>This is how it was at TIME:
+NOT_FOLLOWED = """<p class="ask"><strong>This is how it was at TIME:
 it does not follow your script any more.</strong> Run this cell again.</p
->""" + read_page_script("stale.js") + "</div>"
+>"""
+STALE = read_page_script("stale.js")
 
 
 def texts(path: str) -> str:
@@ -63,9 +64,21 @@ def stale(path: str) -> str:
 
     path: in JupyterLab, of the file into which its kernel writes the time.
     """
-    return STYLE + texts(path) + STALE.replace(
-        "TIME", time.strftime("%H:%M:%S")).replace(
-        "PATH", json.dumps(path)).replace("BORN", str(time.time()))
+    script = STALE.replace("PATH", json.dumps(path)).replace(
+        "BORN", str(time.time()))
+    notice = NOT_FOLLOWED.replace("TIME", time.strftime("%H:%M:%S"))
+    return f'{STYLE}{texts(path)}<div class="ws">{notice}{script}</div>'
+
+
+def ended(view: str, shown_at: str) -> str:
+    """Return the HTML of a view that is no longer updated, which says so.
+
+    view: its HTML; its scripts would scroll to it, and read it aloud.
+    shown_at: the time when it was made.
+    """
+    view = re.sub("<script>.*?</script>", "", view, flags=re.S)
+    notice = NOT_FOLLOWED.replace("TIME", shown_at)
+    return f'{STYLE}<div class="ws">{notice}</div>{view}'
 
 
 def link(text: str, line: str = "") -> str:

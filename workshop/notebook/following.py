@@ -30,20 +30,29 @@ followed: Callable[[], Shown] | None = None
 def follow_script(view: Callable[[], Shown]) -> Shown | None:
     """Show view() in the cell, and again whenever the script is saved.
 
+    Once another view follows the script, such as the same cell's in a second
+    window, this one says that it does not any more. If its own cell was run
+    again, it is not there any more.
+
     Returns view() where nothing can be shown again, outside of a notebook.
     """
     global followed
     followed, seen = view, saved_state()
     if not frontend.current.is_notebook:
         return view()
-    output = frontend.LiveOutput(alive(view()).bundle())
+    shown, shown_at = view(), time.strftime("%H:%M:%S")
+    output = frontend.LiveOutput(alive(shown).bundle())
 
     def follow() -> None:
+        nonlocal shown, shown_at
         for is_new in saves(seen):
             if followed is not view:
+                old = page.ended(shown.html, shown_at)
+                output.update(Shown(old, shown.text).bundle())
                 return
             if is_new:
-                output.update(alive(view()).bundle())
+                shown, shown_at = view(), time.strftime("%H:%M:%S")
+                output.update(alive(shown).bundle())
 
     threading.Thread(target=follow, daemon=True).start()
     return None
