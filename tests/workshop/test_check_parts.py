@@ -11,11 +11,13 @@ from backstage.errors import UserError
 from rankcheck.engine.exits import shorten_message
 from rankcheck.engine.findings import Line, fail
 from rankcheck.record.tensors import assemble, describe_tensors
+from workshop.board import Board
 from workshop.check import localise
 from workshop.check.command import check_script, make_others
 from workshop.check.lines import lines_as_in, name_lines
 from workshop.check.questions.process import check_definitions
 from workshop.check.questions.question import TIED_WEIGHTS, assemble_tied
+from workshop.diff import page
 from workshop.diff.diff import Diff
 from workshop.diff.working_copy import apply_changes, reset_to
 from workshop.stages import STAGES
@@ -56,8 +58,22 @@ def test_next_is_the_first_change_that_is_left():
         data = Diff("ddp", std).apply(made).encode()
         version = make_others(Diff("ddp", std, data), "next", print)
         assert version.number == number and version.data
-    with pytest.raises(UserError, match="no change is left"):
-        make_others(Diff("ddp", std, edited()), "next", print)
+    said = []
+    assert make_others(Diff("ddp", std, edited()), "next", said.append) is None
+    assert said == ["Done: no change is left. `python -m workshop check ddp` "
+                    "checks them all."]
+
+
+def test_a_finished_script_is_no_failure_of_the_next_check(capsys):
+    """In a notebook, the check of one change more is no failed one."""
+    check_script("ddp", STAGES["ddp"].solution, change="next", events=True)
+    board = Board(page.as_calls)
+    for line in capsys.readouterr().out.splitlines():
+        board.read(line)
+    board.end()
+    assert board.right is True and not board.findings
+    html = board.to_html()
+    assert "no change is left" in html and "did not finish" not in html
 
 
 @pytest.mark.parametrize(("old", "new", "kept"), [

@@ -96,7 +96,7 @@ def check_script(stage: str, script: str | Path = WORKING_COPY,
         one = None
         if change is not None:
             one = make_others(Diff(stage, script, yours), change, out.say)
-            if one.data is None:  # it is made as in the lesson
+            if one is None or one.data is None:  # made as in the lesson
                 out.report(right=True)
                 return Report(script, ())
             data = one.data
@@ -147,7 +147,7 @@ def note_whole_check(stage: str, data: bytes, report: Report) -> None:
 
 
 def make_others(diff: Diff, change: ChangeNumber, say: Callable[[str], None]
-                ) -> localise.OneChange:
+                ) -> localise.OneChange | None:
     """Make all other changes as in the lesson.
 
     Args:
@@ -155,13 +155,19 @@ def make_others(diff: Diff, change: ChangeNumber, say: Callable[[str], None]
         change: the number of the one that stays as it is.
         say: is told which that is.
 
+    Returns:
+        The one that stays as it is, or None if the first that is left was
+        asked for, and none is.
+
     Raises:
         UserError: there is no such change, or the others cannot be made.
     """
     if change == "next":
         numbers = [item.number for item in diff.remaining if item.number]
-        require(numbers, "no change is left: `python -m workshop check "
-                f"{diff.stage}` checks them all")
+        if not numbers:
+            say("Done: no change is left. `python -m workshop check "
+                f"{diff.stage}` checks them all.")
+            return None
         number = numbers[0]
     else:
         number = change
