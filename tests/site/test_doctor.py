@@ -25,6 +25,7 @@ from backstage.errors import UserError
 from rankcheck.engine import scratch
 from rankcheck.engine.ranks import launch
 from workshop.jobs import doctor, doctor_ranks, originals
+from workshop.stages import STAGES
 from workshop.vocabulary import save_vocabulary
 
 
@@ -254,6 +255,10 @@ def test_slurm_and_what_the_environment_names(monkeypatch, slurm_conf):
     with pytest.raises(UserError, match=r"^SLURM does not answer \([^\n]+\); "
                        "fix: .* in a terminal, "
                        "`python -m workshop launch ddp -- --preset tiny`"):
+        doctor.ask_slurm()
+    # else another script than the attendee's would start
+    monkeypatch.setattr(doctor, "WORKING_COPY", STAGES["fsdp"].solution)
+    with pytest.raises(UserError, match="`python -m workshop launch fsdp -- "):
         doctor.ask_slurm()
 
 

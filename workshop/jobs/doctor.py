@@ -8,6 +8,7 @@ script, it does an all-reduce: the doctor starts that as several processes.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import re
@@ -24,11 +25,12 @@ from backstage.errors import UserError, explain, require, run_main
 from backstage.process import count_cores
 from rankcheck.system import errors
 from workshop.as_torchrun import join_world
+from workshop.diff.diff import Script, nearest, read_stages
 from workshop.jobs import git
 from workshop.jobs.interpreter import COURSE_PACKAGES, last_line
 from workshop.jobs.originals import require_originals
 from workshop.jobs.requirements import find_unmet
-from workshop.stages import require_writable
+from workshop.stages import LESSONS, WORKING_COPY, require_writable
 
 DISK_GB = 4.5  # GB: three times 124M parameters with AdamW's moments, in fp32
 ACTIVATE = ("fix: run `source activate.sh` (which needs a network the first "
@@ -276,9 +278,9 @@ def ask_slurm() -> str:
     require(version.returncode == 0, "SLURM does not answer ("
             + version.stderr.strip().rpartition("\n")[2] + "); fix: work "
             "without SLURM, which the lessons do not need: in a terminal, "
-            "`python -m workshop launch ddp -- --preset tiny` starts the "
-            "script, and `python -m workshop cluster up` a SLURM on this "
-            "machine")
+            f"`python -m workshop launch {suggest_stage()} -- --preset tiny` "
+            "starts the script, and `python -m workshop cluster up` a SLURM "
+            "on this machine")
     names = [f"{name}={value}" for name, value in sorted(os.environ.items())
              if name.startswith(("SBATCH_", "SALLOC_", "SLURM_"))
              and name.endswith(("_ACCOUNT", "_PARTITION", "_QOS",
@@ -286,6 +288,15 @@ def ask_slurm() -> str:
     return f"{version.stdout.strip()}, " + (
         " ".join(names) or "no account or partition in the environment: "
         "name them in site.sh if your site wants them")
+
+
+def suggest_stage() -> str:
+    """Return a stage to launch: that of the working copy, or else ddp."""
+    with contextlib.suppress(UserError):
+        _, stage = nearest(Script(WORKING_COPY), read_stages())
+        if stage in LESSONS:
+            return stage
+    return "ddp"
 
 
 def all_reduce(device: str) -> None:
