@@ -316,7 +316,8 @@ def keep_memory() -> None:
     """Reuse the memory of freed tensors for the next ones, on a CPU.
 
     The GNU C library would give large blocks back to the system, which clears
-    each page of 4 KB: 12,000 in a step of nano, a sixth of its time.
+    each page of 4 KB: 12,000 in a step of 4 layers, 192 wide, a sixth of its
+    time.
     """
     with contextlib.suppress(AttributeError):
         set_option = ctypes.CDLL(None).mallopt

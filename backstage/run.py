@@ -71,7 +71,7 @@ class Run:
         world.keep_group()
         if (device.type == "cpu" and hp.precision == "bf16"
                 and hp.sequence_length <= 128):
-            # a step of nano is faster without the fused kernel, by a tenth
+            # a step of nano is faster without the fused kernel, by a sixth
             torch.backends.cuda.enable_flash_sdp(False)  # the CPU's, too
         on_node, size = process.count_processes(hp.devices or 1)
         if self.world_size == 1 < size and (

@@ -3,6 +3,7 @@
     python benchmarks/first_run.py              # train, and print
     python benchmarks/first_run.py before nano --seeds 1337
     python benchmarks/first_run.py --time-only --precision fp32
+    python benchmarks/first_run.py before nano --picture curves.svg
 
 Each recipe trains std's model with several seeds, on one thread: bits per
 byte after a number of steps do not depend on the machine. What a step costs
@@ -22,6 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 
 from backstage import ROOT, dataset
 from backstage.errors import require, run_main
@@ -61,32 +63,53 @@ class Recipe:
         init: the matrices' initial values, over GPT-2's.
     """
 
-    n_layer: int = 4
+    n_layer: int = 2
     n_head: int = 3
-    n_embd: int = 192
+    n_embd: int = 144
     sequence_length: int = 128
     minibatch_size: int = 8
-    max_steps: int = 2000
-    learning_rate: float = 2e-3
-    warmup_steps: int = 800
+    max_steps: int = 2100
+    learning_rate: float = 3e-3
+    warmup_steps: int = 500
     weight_decay: float = 0.1
     beta2: float = 0.95
     init: float = 1.0
 
 
-BEFORE = Recipe()
-SMALL = Recipe(n_layer=2, sequence_length=64)
-SLOW = replace(SMALL, learning_rate=1e-3, warmup_steps=200)
+NANO = Recipe()
+# preset nano until 30 November 2026
+BEFORE = Recipe(n_layer=4, n_embd=192, max_steps=2000, learning_rate=2e-3,
+                warmup_steps=800)
+WIDER = Recipe(n_embd=192, max_steps=1600, warmup_steps=400)
+NARROWER = Recipe(n_head=2, n_embd=128, max_steps=2400)
+SHORT_SAMPLES = replace(WIDER, sequence_length=64, max_steps=3000,
+                        warmup_steps=600)
 RECIPES = {
     "before": BEFORE,
-    "64 tokens": Recipe(sequence_length=64),
-    "2 layers, 64 tokens": replace(SMALL, warmup_steps=400),
-    "2 layers, 64 tokens, 3,000 steps": replace(
-        SMALL, warmup_steps=600, max_steps=3000),
-    "2 layers, 64 tokens, 1e-3": SLOW,
-    "2 layers, 64 tokens, 1e-3, init 2.5": replace(SLOW, init=2.5),
-    "2 layers, 64 tokens, 1e-3, 4 samples": replace(
-        SLOW, minibatch_size=4, warmup_steps=400, max_steps=4000),
+    "nano": NANO,
+    "4 layers, 1,000 steps, 4e-3": replace(
+        BEFORE, max_steps=1000, learning_rate=4e-3, warmup_steps=150),
+    "2,000 steps, warm-up 400": replace(
+        NANO, max_steps=2000, warmup_steps=400),
+    "2,000 steps, warm-up 600": replace(
+        NANO, max_steps=2000, warmup_steps=600),
+    "width 128, 2,400 steps": NARROWER,
+    "width 128, 2,000 steps, 4e-3": replace(
+        NARROWER, max_steps=2000, learning_rate=4e-3, warmup_steps=400),
+    "width 192, 1,800 steps": replace(WIDER, max_steps=1800),
+    "width 192, 1,700 steps": replace(WIDER, max_steps=1700),
+    "width 192, 4e-3": replace(WIDER, learning_rate=4e-3),
+    "width 192, warm-up 200": replace(WIDER, warmup_steps=200),
+    "width 192, warm-up 600": replace(WIDER, warmup_steps=600),
+    "width 192, 6 heads": replace(WIDER, n_head=6),
+    "width 192, 4 samples of 256": replace(
+        WIDER, sequence_length=256, minibatch_size=4),
+    "width 192, init 2": replace(WIDER, init=2.0),
+    "width 192, beta2 0.99": replace(WIDER, beta2=0.99),
+    "4 layers, width 128": replace(WIDER, n_layer=4, n_head=2, n_embd=128),
+    "samples of 64": SHORT_SAMPLES,
+    "samples of 64, 2e-3": replace(SHORT_SAMPLES, learning_rate=2e-3),
+    "samples of 64, 4e-3": replace(SHORT_SAMPLES, learning_rate=4e-3),
 }
 
 
@@ -293,6 +316,26 @@ def print_curves(curves: Sequence[Curve]) -> None:
               f"| {curve.bits[-1]:.3f} | {steps} |")
 
 
+def draw(file: Path, curves: Sequence[Curve]) -> None:
+    """Draw bits per byte over the CPU time of one thread, all seeds."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    colors: dict[str, str] = {}
+    for curve in curves:
+        label = "" if curve.name in colors else curve.name
+        color = colors.setdefault(curve.name, f"C{len(colors)}")
+        seconds = [step / curve.steps[-1] * curve.cpu_seconds
+                   for step in curve.steps]
+        axes.plot(seconds, curve.bits, ".-", color=color, label=label)
+    axes.axhline(TARGET, color="gray", linestyle=":")
+    axes.set(xlabel="CPU seconds, on one thread",
+             ylabel="bits per byte, validation")
+    axes.legend()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg"
+                   else None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -309,6 +352,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0,
                         help="leave a run after so many steps")
     parser.add_argument("--output", type=Path, default=FILE)
+    parser.add_argument("--picture", type=Path, metavar="FILE",
+                        help="draw the curves of these recipes")
     args = parser.parse_args()
     prepare_process()
     unknown = [name for name in args.names if name not in RECIPES]
@@ -333,7 +378,11 @@ def main() -> None:
                 continue
             curve = train(name, recipe, seed, args.precision, args.steps)
             write_curves(args.output, [*read_curves(args.output), curve])
-    print_curves(read_curves(args.output))
+    curves = [curve for curve in read_curves(args.output)
+              if curve.name in recipes]
+    print_curves(curves)
+    if args.picture:
+        draw(args.picture, curves)
 
 
 if __name__ == "__main__":

@@ -589,7 +589,7 @@ class Hyperparameters(RunFlags):
 
 MODELS = {
     "tiny": GPTConfig(block_size=32, n_layer=4, n_head=4, n_embd=32),
-    "nano": GPTConfig(block_size=128, n_layer=4, n_head=3, n_embd=192),
+    "nano": GPTConfig(block_size=128, n_layer=2, n_head=3, n_embd=144),
     "gpt2": GPTConfig(),
     "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600),
 }
@@ -599,9 +599,9 @@ PRESETS = {
         sequence_length=32, learning_rate=3e-3, warmup_steps=4, eval_every=10,
         generate_every=20, checkpoint_every=10, precision="fp32"),
     "nano": Hyperparameters(  # minutes on a CPU
-        preset="nano", max_steps=2000, minibatch_size=8, sequence_length=128,
-        learning_rate=2e-3, warmup_steps=800, eval_every=400,
-        eval_minibatches=32, generate_every=1000, checkpoint_every=400),
+        preset="nano", max_steps=2100, minibatch_size=8, sequence_length=128,
+        learning_rate=3e-3, warmup_steps=500, eval_every=420,
+        eval_minibatches=32, generate_every=1050, checkpoint_every=420),
     "gpt2": Hyperparameters(),
     "gpt2-xl": Hyperparameters(  # 25 GB of state: for several GPUs
         preset="gpt2-xl", microbatch_size=4, learning_rate=2e-4,

@@ -242,18 +242,18 @@ for name in modules_of("lit"):
     assert rank.status == 0, rank.err
 
 
-def test_the_first_recipe_is_the_preset():
+def test_a_recipe_is_the_preset():
     std = first_run.std
     preset, model = std.PRESETS["nano"], std.MODELS["nano"]
-    before = first_run.BEFORE
+    recipe = first_run.RECIPES["nano"]
     for name in ("max_steps", "minibatch_size", "sequence_length",
                  "learning_rate", "warmup_steps", "weight_decay"):
-        assert getattr(before, name) == getattr(preset, name), name
+        assert getattr(recipe, name) == getattr(preset, name), name
     for name in ("n_layer", "n_head", "n_embd"):
-        assert getattr(before, name) == getattr(model, name), name
-    assert before.sequence_length == model.block_size
+        assert getattr(recipe, name) == getattr(model, name), name
+    assert recipe.sequence_length == model.block_size
     optimizer = std.GPT(std.MODELS["tiny"]).configure_optimizers(preset)
-    assert optimizer.defaults["betas"] == (0.9, before.beta2)
+    assert optimizer.defaults["betas"] == (0.9, recipe.beta2)
 
 
 @pytest.mark.parametrize(("target", "steps"), [

@@ -17,7 +17,7 @@ DEMO = ROOT / "fineweb" / "demo"
 def test_a_part_of_the_default_run(tmp_path):
     """It learns, and most of the words that it writes are real words.
 
-    All 2,000 steps reach 1.89 bits per byte: the README's figure.
+    All 2,100 steps reach 1.88 bits per byte: the README's figure.
     """
     if not DEMO.exists():
         pytest.skip("fineweb/demo is not built: source activate.sh")
@@ -33,7 +33,7 @@ def test_a_part_of_the_default_run(tmp_path):
     assert val_losses == sorted(val_losses, reverse=True)
     bits = [float(word) for word in
             re.findall(r"bits/byte: ([\d.]+)", result.out)]
-    assert bits[-1] <= 3.01 < bits[0]  # measured: 3.03, 3.00
+    assert bits[-1] <= 3.02 < bits[0]  # measured: 3.04, 3.01
 
     encoding = dataset.load_vocabulary(DEMO)
     corpus = set()
