@@ -89,7 +89,7 @@ def test_a_run_says_how_many_steps_of_all_are_made(tmp_path, monkeypatch):
         assert not run.gave_up
     ends = {steps: lines[-1].partition(": ")[2]
             for steps, lines in said.items()}
-    assert ends == {STEPS: f"6 of {2 * STEPS} optimizer steps",
+    assert ends == {STEPS: f"6 of {2 * STEPS} optimizer steps of 2 processes",
                     0: "6 optimizer steps in total",
                     STEPS - 1: "6 optimizer steps in total"}
 

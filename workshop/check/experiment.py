@@ -412,8 +412,9 @@ def tell_cause(out: Quiet, diff: Diff, part: Sequence[RemainingChange],
     if changes:
         hint = changes[0].hint
     if kept:  # a change's reason would be another
-        reason = ("Your script changes or omits this line, which the lesson "
-                  f"keeps (at most it is indented differently): `{kept}`.")
+        reason = ("the lesson keeps this line, at most indenting it "
+                  "differently, but your script changes or omits it: "
+                  f"`{kept}`.")
     elif changes:
         reason = first_sentences(changes[0].why)
     give_reason(out, text, reason, hint)

@@ -123,7 +123,7 @@ def plan_runs(stage: str, *, quickly: bool = False) -> list[StageRunPlan]:
     if pair.size > 1:
         runs.append(StageRunPlan(
             "uneven", "uneven", Mesh(dp=2), ("--minibatch-size", UNEVEN),
-            f", a minibatch of {UNEVEN} samples"))
+            f", a minibatch of {UNEVEN} samples, which they cannot share"))
     if not quickly:
         runs += plan_other_flags(about, meshes[0], pair)
     return runs

@@ -106,9 +106,13 @@ class Patience:
 
     def count(self, steps: int) -> str:
         """Return how many optimizer steps all ranks have made, as a text."""
-        planned = self.budget.steps * len(self.launch.jobs)
+        processes = len(self.launch.jobs)
+        planned = self.budget.steps * processes
         if 0 < planned >= steps:  # a second optimizer makes more
-            return f"{steps} of {count_of(planned, 'optimizer step')}"
+            text = f"{steps} of {count_of(planned, 'optimizer step')}"
+            if processes > 1:
+                text += f" of {processes} processes"
+            return text
         return f"{count_of(steps, 'optimizer step')} in total"
 
     def find_reason(self, now: float, steps: int) -> str:

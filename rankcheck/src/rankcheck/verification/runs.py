@@ -23,6 +23,7 @@ ERROR_FIXES = (  # words of the error with which the script has ended
     ("FileExistsError", NAME_RUNS),
     ("attempted relative import", "run it as a module, from the "
      "folder that holds the package: rankcheck verify -- -m package.module"))
+ON_TWO = "on two simulated nodes"
 SPAWNS = ("read RANK and WORLD_SIZE from the environment, and do not call "
           "mp.spawn: verify starts the processes, as torchrun does")
 
@@ -50,7 +51,7 @@ RUN_KINDS = {
     # samples, or begins with other weights
     "hashes": RunKind(False), "repeated": RunKind(False),
     # on two nodes, as far as the environment says it: where all else is right
-    "nodes": RunKind(True, "on two nodes, "),
+    "nodes": RunKind(True, f"{ON_TWO}, "),
     # where the script is resumed
     "saved": RunKind(True, "run to be resumed: "),
     "resumed": RunKind(True, "resumed run: "),

@@ -171,8 +171,8 @@ def unseen_of_single(case: Comparison) -> list[str]:
     if (case.frozen_run or case.skip_reason or case.later_reason
             or not has_copies):
         texts.append("averaged weights (EMA): they are compared only if they "
-                     "are a module like the model, and the global batch size "
-                     "equals the single-process run's")
+                     "are in a module of the model's structure, and the "
+                     "global batch size equals the single-process run's")
     if any(record.dropout for record in case.multi_process_run.all_records):
         texts.append("dropout: switched off for the comparison")
     if case.skip_reason:

@@ -151,8 +151,8 @@ def verify_parameters(case: Comparison) -> list[Finding]:
             kind="untied-weights")]
     return [warn(
         f"{counted(extra, 'parameter')} {verb_of(extra)} trained on each "
-        f"rank, but not with 1 process: {case.named(extra)}", "check that the "
-        "model depends on the number of processes on purpose",
+        f"rank, but not with 1 process: {case.named(extra)}", "check whether "
+        "the model is meant to depend on the number of processes",
         learned={"skip_reason": "the models differ"},
         kind="extra-parameters")]
 

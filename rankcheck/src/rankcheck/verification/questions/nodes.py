@@ -47,7 +47,7 @@ from rankcheck.verification.questions.records import (
 )
 from rankcheck.verification.questions.single_process import LATER_GRADIENT
 from rankcheck.verification.questions.vectors import are_parallel, ratio_of
-from rankcheck.verification.runs import compare_step_counts
+from rankcheck.verification.runs import ON_TWO, compare_step_counts
 
 NOT_YET = "not tried"
 
@@ -172,7 +172,7 @@ def verify_two_nodes(case: Comparison) -> Iterator[Finding]:
         uneven = compare_step_counts(run)
         if uneven:
             ended = uneven[0]
-            ended.sentence.insert(0, "on two nodes, ")
+            ended.sentence.insert(0, f"{ON_TWO}, ")
     if ended:
         if not ended.fix_text:
             ended.fix = [
@@ -188,7 +188,7 @@ def verify_two_nodes(case: Comparison) -> Iterator[Finding]:
     if not found:
         found = compare_gradients(both)
     if not found:
-        found = [ok("on two nodes the ranks' weights and gradients are as "
+        found = [ok(f"{ON_TWO} the ranks' weights and gradients are as "
                     "equal as on one, and no more samples are read twice, in "
                     f"{counted(both.pairs, 'step')}",
                     kind="nodes-equal")]
@@ -203,7 +203,7 @@ def refuses(ended: Finding, script: Path) -> bool:
     It does by the words of its error, or by an assertion about the number of
     nodes: a search for words, which an error about something else may have.
     """
-    text = ended.text.removeprefix("on two nodes, ")
+    text = ended.text.removeprefix(f"{ON_TWO}, ")
     if "AssertionError" in text:
         lines = script.read_text(errors="replace").splitlines()
         text += " ".join(lines[line - 1] for line in ended.lines
@@ -223,14 +223,14 @@ def compare_samples(both: TwoNodes) -> list[Finding]:
         twice_before = len(one) - len(set(one))
         if twice / len(two) > twice_before / len(one) + CHANCE:
             return [fail(
-                f"on two nodes, in step {step}, {twice} of {len(two)} samples "
+                f"{ON_TWO}, in step {step}, {twice} of {len(two)} samples "
                 f"are read by several ranks (on one node: {twice_before})",
                 f"divide the data by global numbers: {GLOBAL_RANKS}", numbers={
                     "shared": twice, "samples": len(two)},
                 kind="nodes-shared-samples")]
         if abs(len(two) / len(one) - 1) > OTHER_NODE_SIZE:
             return [warn(
-                f"on two nodes the global batch size is {len(two)}, but on "
+                f"{ON_TWO} the global batch size is {len(two)}, but on "
                 f"one node {len(one)}", "derive the batch size and the "
                 "accumulation from WORLD_SIZE, not LOCAL_WORLD_SIZE: "
                 f"{GLOBAL_RANKS}",
@@ -246,7 +246,7 @@ def compare_samplers(both: TwoNodes) -> list[Finding]:
         two = sampler_values(both.run, both.case.size, name)
         if len(two) > 1 >= len(one):
             return [fail(
-                f"on two nodes the ranks' DistributedSamplers have different "
+                f"{ON_TWO} the ranks' DistributedSamplers have different "
                 f"{kind}, so together they do not read each sample once",
                 f"check whether that depends on the node: {GLOBAL_RANKS}",
                 kind="nodes-sampler")]
@@ -277,7 +277,7 @@ def compare_weights(both: TwoNodes) -> list[Finding]:
             if whole.unequal and not put_together(known, key).unequal:
                 rank = min(whole.differing)
                 return [fail(
-                    f"on two nodes, {when} step {step}, the {name} of rank "
+                    f"{ON_TWO}, {when} step {step}, the {name} of rank "
                     f"{rank} differ from rank 0's: "
                     f"{both.case.named(whole.unequal)}",
                     "look for code that depends on LOCAL_RANK where it "
@@ -293,7 +293,7 @@ def compare_settings(both: TwoNodes) -> list[Finding]:
             rates, good_rates = record["rates"], expected["rates"]
             if rates and good_rates and not are_close(rates[0], good_rates[0]):
                 return [warn(
-                    f"on two nodes the learning rate is {rates[0]:.3g} in "
+                    f"{ON_TWO} the learning rate is {rates[0]:.3g} in "
                     f"step {step}, but {good_rates[0]:.3g} on one node",
                     "check whether it depends on LOCAL_WORLD_SIZE: "
                     f"{GLOBAL_RANKS}",
@@ -303,7 +303,7 @@ def compare_settings(both: TwoNodes) -> list[Finding]:
                                 by_parameter(one_node))
     for difference, names in found.items():
         return [warn(
-            f"on two nodes the {difference.setting} of "
+            f"{ON_TWO} the {difference.setting} of "
             f"{both.case.named(names)} is {format_values(difference.value)}, "
             f"but {format_values(difference.other)} on one node",
             f"use the same settings: {GLOBAL_RANKS}",
@@ -347,12 +347,12 @@ def compare_gradients(both: TwoNodes) -> list[Finding]:
                 difference = f"are {factor:.3g} times those on one node"
                 numbers["factor"] = factor
             return [fail(
-                f"on two nodes, in step {step}, the gradients {difference}, "
+                f"{ON_TWO}, in step {step}, the gradients {difference}, "
                 "for the same samples", "look for a factor, or a process "
                 f"group, that depends on LOCAL_WORLD_SIZE: {GLOBAL_RANKS}",
                 numbers=numbers,
                 kind="nodes-gradients-differ")]
-    return [ok("on two simulated nodes the gradients match those on one, in "
+    return [ok(f"{ON_TWO} the gradients match those on one, in "
                f"{counted(pairs, 'step')}",
                numbers={"steps": len(pairs)},
                kind="nodes-gradients-match")]
@@ -384,7 +384,7 @@ def compare_files(both: TwoNodes) -> Iterator[Finding]:
         names = ", ".join(sorted({Path(file.path).name
                                   for file in written})[:3])
         ranks = " and ".join(map(str, written[0].ranks[:4]))
-        text = f"on two nodes, ranks {ranks} write the same {names}"
+        text = f"{ON_TWO}, ranks {ranks} write the same {names}"
         if isinstance(opener, str):
             text = f"{opener}: {text}"
         finding = warn(
@@ -441,7 +441,7 @@ def reads_of_other_node(run: RunRecord, rank: int, path: str, opener: int
     if shown.startswith(f"{Path(run.copy).parent}/"):
         shown = f"{place.name} in the temporary folder"
     finding = warn(
-        f"on two nodes, rank {rank} reads {shown}, "
+        f"{ON_TWO}, rank {rank} reads {shown}, "
         "but only the other node has written it", "write it on each node "
         "(LOCAL_RANK 0), or where all nodes can read it", ranks=[rank],
         kind="nodes-local-file")
@@ -460,7 +460,7 @@ def compare_devices(both: TwoNodes) -> list[Finding]:
         beyond = [number for number in record.devices if number >= count]
         if beyond:
             return [fail(
-                f"on two nodes with one GPU per rank, rank {rank} uses "
+                f"{ON_TWO} with one GPU per rank, rank {rank} uses "
                 f"GPU {beyond[0]}, but its node has "
                 f"{counted(range(count), 'GPU')}",
                 "select the GPU by LOCAL_RANK, not by RANK", ranks=[rank],

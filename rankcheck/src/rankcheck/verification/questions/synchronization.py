@@ -80,9 +80,9 @@ def verify_random_numbers(case: Comparison) -> list[Finding]:
     if not names or case.splits_matrices:
         return []
     return [warn(f"{' and '.join(names)} RNG state is the same on all ranks "
-                 "in each step", "seed each rank differently once the model "
-                 "is created, for dropout, noise and augmentation; fine for "
-                 "what all ranks must do alike",
+                 "in each step", "after the model is created, seed each rank "
+                 "differently, so that dropout, noise and augmentation "
+                 "differ; fine if all ranks must draw the same",
                  kind="same-random-numbers")]
 
 
@@ -241,9 +241,9 @@ def how_often(case: Comparison, elements: list[int], otherwise: bool
     most = max(turns, key=lambda turn: turn.times)
     size = sum(record["bytes"] for record in of_rank_0) / len(of_rank_0)
     calls = max(record["calls"] for record in of_rank_0)
-    sent = f"{size / 1e6:.3g} MB in {count_of(calls, 'collective')}"
+    sent = f"({count_of(calls, 'collective')}, {size / 1e6:.3g} MB per step)"
     if most.times < SEVERAL:
-        return [ok(f"gradients are reduced once per step, {sent}",
+        return [ok(f"gradients are reduced once per step {sent}",
                    proves=REDUCED, numbers={"times": 1}, kind="reduced")]
     where = f"in step {most.step}"
     if most.times < MORE_OFTEN * min(turn.times for turn in turns):
@@ -251,14 +251,14 @@ def how_often(case: Comparison, elements: list[int], otherwise: bool
     times = f"{most.times:.2g} times {where}"
     if round(most.times) != round(most.times, 1):
         times += " on average"
-    text = f"gradients are reduced {times}, {sent}"
+    text = f"gradients are reduced {times} {sent}"
     if case.facts("fully_shard"):  # it costs memory to do otherwise
         return [ok(text, proves=REDUCED, numbers={"times": most.times},
                    kind="reduced")]
     fix = ("reduce once: all_reduce nothing that DDP averages; run all "
            "microbatches but the last under model.no_sync(), including their "
-           "forward pass; check whether one loss takes several backward "
-           "passes")
+           "forward pass; check whether backward() is called several "
+           "times for one loss")
     kind = "reduced-repeatedly"
     if case.facts("no_sync") and not case.facts("forward in no_sync"):
         kind = "no-sync-outside-forward"
@@ -502,13 +502,10 @@ def verify_mean_of_ranks(case: Comparison) -> list[Finding]:
         return [scaled]
     if sums:
         return sums[:1]
-    if not errors:
+    if not errors or not differ:  # equal gradients are their own mean
         return []
-    shows: frozenset[Proof] = frozenset()
-    if differ:
-        shows = REDUCED
     return [ok("gradients are the mean over the ranks "
-               f"(relative error {max(errors):.0e})", proves=shows,
+               f"(relative error {max(errors):.0e})", proves=REDUCED,
                kind="mean-of-ranks")]
 
 
