@@ -355,8 +355,9 @@ def explain_backward(case: Comparison, pair: StepPair) -> str:
         return general
     error = off(add_up(own) / case.size, expected)
     if error < GRADIENT * case.tolerance_factor:
-        return ("look at how gradients are reduced: the mean of the ranks' "
-                "own gradients matches the single-process run")
+        return ("look at how gradients are reduced: before that they are "
+                "right, as the mean of the ranks' own gradients matches the "
+                "single-process run")
     return ("look at the backward pass: the ranks' own gradients differ "
             "before they are reduced; look for a collective in the forward "
             "pass without a gradient (those of "
