@@ -178,7 +178,8 @@ WRONG = edit(read("ddp"), ("sampler=sampler)", "shuffle=False)"),
              ("    sampler.set_epoch(epoch)\n", ""))
 DIES = edit(read("ddp"), ("    for x, y in loader:\n", """\
     for number, (x, y) in enumerate(loader):
-        if rank == 1 and number == 3: raise ValueError('no sample 3')
+        if rank == 1 and number == 3:
+            raise ValueError(f"no sample {number}")
 """))
 UNSEEDED = edit(read("ddp"), ("torch.Generator().manual_seed(0)", "None"))
 IDLE = "import time\ntime.sleep(99)\n"
@@ -274,7 +275,7 @@ def test_a_stranger_reads_the_json_document(script, status, stranger):
                 assert sorted(names) == sorted(place)
     if script == DIES:
         assert failed[0]["ranks"] == [1]
-        assert failed[0]["places"] == [{"file": "train.py", "line": 23}]
+        assert failed[0]["places"] == [{"file": "train.py", "line": 24}]
     if script == WRONG:
         assert failed[0]["kind"] == "same-samples"
 
