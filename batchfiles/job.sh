@@ -116,6 +116,14 @@ field() {
     done <<<"$_job_said"
 }
 
+# SLURM ends the processes of a job that it requeues, and this scontrol with
+# them. That is no failure: asked once more, SLURM would requeue a job that its
+# user has cancelled meanwhile.
+requeue() (
+    trap '' TERM
+    exec scontrol requeue "$_job_id"
+)
+
 # The states of a job that runs: SLURM shows another while it delivers SIGCONT,
 # with which a grace time begins, or changes the job's nodes.
 _job_running='^(RUNNING|SIGNALING|RESIZING|CONFIGURING)$'
@@ -139,7 +147,7 @@ end_job() {
     fi
     if [ "$(field Requeue)" != 0 ]; then
         echo "$_job_name: requeueing, to continue after $_job_after steps"
-        ask_slurm scontrol requeue "$_job_id" && trap - EXIT && exit 0
+        ask_slurm requeue && trap - EXIT && exit 0
     fi
     command_that_continues
     fail "not requeued; fix: continue with: $_job_command"

@@ -180,6 +180,12 @@ def holding(file, text):
         file.write_text(kept)
 
 
+def site(slurm, line):
+    """With one more line in the clone's site.sh."""
+    file = slurm.repo / "site.sh"
+    return holding(file, f"{file.read_text()}{line}\n")
+
+
 def clone_course(clone):
     """Make a clone that submits jobs; it takes its dataset to be there."""
     copy_course(clone, *ENVIRONMENT, "backstage", "batchfiles", "code",

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import COUNTS, FLAGS, holding, wait_for, world
+from cluster import COUNTS, FLAGS, holding, site, wait_for, world
 from conftest import needs, program
 from stages import agree, train
 
@@ -18,11 +18,6 @@ from workshop.jobs.mpirun import OPEN_MPI
 from workshop.stages import STAGES, batch_files
 
 pytestmark = pytest.mark.whole
-
-
-def site(slurm, line):
-    file = slurm.repo / "site.sh"
-    return holding(file, f"{file.read_text()}{line}\n")
 
 
 # ------------------------------------------------------------ without a run

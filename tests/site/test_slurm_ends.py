@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import ENDED, FLAGS, start, wait_for, world
+from cluster import ENDED, FLAGS, site, start, wait_for, world
 from conftest import edit, program
 from stages import STARTER, Result, agree, train
 
@@ -174,6 +174,30 @@ def test_a_run_ends_while_slurm_delivers_a_signal(slurm):
         job.cancel()
     assert job.log.count("requeueing, to continue after") == 1
     job.has_lost_nothing(1)
+
+
+# Tells that it has requeued a job, and returns when SLURM has ended its step
+SLOW_SCONTROL = """\
+#!/bin/bash
+"$(type -aP scontrol | sed -n 2p)" "$@" || exit
+[ "$1" != requeue ] || {{ echo "$*" >>{calls}; sleep 5; }}
+"""
+
+
+def test_a_job_that_is_cancelled_while_it_is_requeued_stays_so(
+        slurm, tmp_path):
+    """SLURM ends the scontrol that requeues it: it is not asked once more."""
+    calls = tmp_path / "calls"
+    program(tmp_path / "scontrol", SLOW_SCONTROL.format(calls=calls))
+    with slurm.counting("std"), site(slurm, f"PATH={tmp_path}:$PATH"):
+        job = Starts(slurm, "std", "--max-steps", 10**6)
+        job.get_going()
+        job.signal()
+        job.wait(calls.exists)
+        job.cancel()
+        job.wait(lambda: not slurm.processes(job.job))
+        assert slurm.job(job.job)["JobState"] == "CANCELLED"
+    assert calls.read_text() == f"requeue {job.job}\n"
 
 
 def test_the_starter_saves_before_its_time_limit_and_goes_on(slurm):
