@@ -230,7 +230,8 @@ READERS = {
     "values": Reader("any.pt", STATE, read_checkpoint, is_for_the_model,
                      torch.save),
     "record": Reader(RECORD, RECORDED, read_run, lambda run: (
-        run.accumulation >= 0 and run.name and run.preset
+        run.accumulation >= 0 and run.name
+        and isinstance(run.preset, str)
         and (run.sent is None or run.sent >= 0))),
     "metrics": Reader(
         "metrics.csv", ROWS.encode(), lambda file: [*runs.read_metrics(file)],

@@ -156,8 +156,9 @@ class KeptBytes(DeepSpeedOnCPU):
 def test_what_a_stage_of_zero_keeps(data, tmp_path):
     """In fp32, as the lesson says; bytes for each parameter."""
     needs("deepspeed")
-    flags = ("--preset", "nano", "--precision", "fp32", "--sequence-length",
-             32, "--minibatch-size", 4, "--microbatch-size", 1,
+    flags = ("--preset", "nano", "--n-layer", 4, "--n-embd", 192,
+             "--precision", "fp32", "--sequence-length", 32,
+             "--minibatch-size", 4, "--microbatch-size", 1,
              "--max-steps", 2, "--eval-minibatches", 1)
     alone = train("std", tmp_path / "alone", *flags, data=data)
     for number, kept in ((1, 14.0), (2, 12.1), (3, 10.2)):
