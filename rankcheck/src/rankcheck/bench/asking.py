@@ -40,10 +40,10 @@ def try_out(tools: Sequence[Tool], cases: Sequence[Case], jobs: int
             jobs, mp_context=context, initializer=use_folder,
             initargs=(folder,)) as pool:
         waiting: list[Future[ResultRow]] = []
-        for case in take_turns(cases):
-            for tool in tools:
-                waiting.append(pool.submit(ask_tool, tool.name, case))
         try:
+            for case in take_turns(cases):
+                for tool in tools:  # the first start the workers: seconds
+                    waiting.append(pool.submit(ask_tool, tool.name, case))
             for done in as_completed(waiting):
                 yield done.result()
         except BaseException:
