@@ -21,7 +21,7 @@ from workshop.results import runs as results
 
 # A variable: the configuration of the site's SLURM, while the cluster is used
 SITE_CONF = "WORKSHOP_SITE_SLURM_CONF"
-TAIL = 14  # lines of a log
+TAIL = 24  # lines of a log: from the end of a start to the next one's steps
 CANCEL_SECONDS = 60  # seconds in which cancelled jobs end
 STANDS_STILL = 15  # seconds without a new line
 ENDED_STATES = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED",
