@@ -230,8 +230,7 @@ READERS = {
     "values": Reader("any.pt", STATE, read_checkpoint, is_for_the_model,
                      torch.save),
     "record": Reader(RECORD, RECORDED, read_run, lambda run: (
-        run.accumulation >= 0 and run.name
-        and isinstance(run.preset, str)
+        run.accumulation >= 0 and run.name and run.preset
         and (run.sent is None or run.sent >= 0))),
     "metrics": Reader(
         "metrics.csv", ROWS.encode(), lambda file: [*runs.read_metrics(file)],
@@ -326,6 +325,7 @@ def with_line(number, end):
         (("hyperparameters",), None))),
     ("record", b'{"hyperparameters": [1]}'),
     ("record", b'{"hyperparameters": null}'),
+    ("record", changed(RECORDED, ("hyperparameters", "preset"), "")),
     ("metrics", b"step,loss\n0,x\n"), ("metrics", b"step,loss\n0,\0\n"),
     ("metrics", b"step\ninf\n"),
     ("shard", as_bytes(np.savez, a=np.zeros(3, np.uint16))),

@@ -63,6 +63,7 @@ def read_started(folder: StrPath) -> dict[str, Any]:
         require_like({"strategy": ""} | hp, {
             "preset": str, "data": str, "strategy": str,
             **dict.fromkeys((*COUNTS, *DIVISORS), int)})
+        require(hp["preset"], "preset is empty")
         for name, value in (record | hp | record["config"]).items():
             require(name not in POSITIVE or is_count(value),
                     f"{name} is not a positive integer")
