@@ -275,12 +275,14 @@ def ask_slurm() -> str:
             else ": start runs with torchrun")
     version = subprocess.run(["sbatch", "--version"], capture_output=True,
                              text=True, check=False)
-    require(version.returncode == 0, "SLURM does not answer ("
-            + version.stderr.strip().rpartition("\n")[2] + "); fix: work "
-            "without SLURM, which the lessons do not need: in a terminal, "
-            f"`python -m workshop launch {suggest_stage()} -- --preset tiny` "
-            "starts the script, and `python -m workshop cluster up` a SLURM "
-            "on this machine")
+    if version.returncode != 0:
+        answer = version.stderr.strip().rpartition("\n")[2]
+        raise UserError(
+            f"SLURM does not answer ({answer}); fix: work without SLURM, "
+            "which the lessons do not need: in a terminal, `python -m "
+            f"workshop launch {suggest_stage()} -- --preset tiny` starts the "
+            "script, and `python -m workshop cluster up` a SLURM on this "
+            "machine")
     names = [f"{name}={value}" for name, value in sorted(os.environ.items())
              if name.startswith(("SBATCH_", "SALLOC_", "SLURM_"))
              and name.endswith(("_ACCOUNT", "_PARTITION", "_QOS",
