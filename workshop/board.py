@@ -53,7 +53,7 @@ COLUMN_MEANINGS = {
 WORST = ("FAIL", "warn", "and", "ok", "")  # "": what was not seen
 FOLDED_ROWS = (("and", "1 further finding follows from this one",
                 "{} further findings follow from this one"),
-               ("ok", "1 question, correct", "{} questions, all correct"),
+               ("ok", "1 property, correct", "{} properties, all correct"),
                ("", "1 thing was not checked", "{} things were not checked"))
 Verdicts = Mapping[str, str]  # of one question: by the run's name
 

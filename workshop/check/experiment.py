@@ -264,8 +264,7 @@ def tell_findings(out: Quiet, findings: Sequence[Finding], seconds: float, *,
         out.report(summary=f"           ({count['and']} further {noun} "
                            f"{verb} from this one)")
     elif not count["FAIL"]:
-        noun = "property is" if count["ok"] == 1 else "properties are"
-        text = f"{count['ok']} {noun} correct ({seconds:.1f} s)"
+        text = f"{count_of(count['ok'], 'property')} correct ({seconds:.1f} s)"
         if len(findings) == 1:
             text = findings[0].text
         out.report(summary=f"  ok       {text}")

@@ -192,11 +192,13 @@ def counted(things: Sized, noun: str) -> str:
 
 
 def count_of(number: int, noun: str) -> str:
-    """Return "1 process", "2 processes", "2 steps"."""
+    """Return "1 process", "2 processes", "2 properties", "2 steps"."""
     if number == 1:
         return f"1 {noun}"
     if noun.endswith(("s", "x", "ch")):
         return f"{number} {noun}es"
+    if noun.endswith("ty"):
+        return f"{number} {noun[:-1]}ies"
     return f"{number} {noun}s"
 
 
