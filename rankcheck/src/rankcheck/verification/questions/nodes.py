@@ -174,6 +174,7 @@ def verify_two_nodes(case: Comparison) -> Iterator[Finding]:
             ended = uneven[0]
             ended.sentence.insert(0, f"{ON_TWO}, ")
     if ended:
+        # that it trains with these flags is known: it does on one node
         if not ended.fix_text or ended.kind == "no-step":
             ended.fix = [
                 "check what depends on the node: on one node it runs; "
