@@ -332,8 +332,7 @@ def draw(file: Path, curves: Sequence[Curve]) -> None:
              ylabel="bits per byte, validation")
     axes.legend()
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg"
-                   else None)
+    figure.savefig(file)
 
 
 def main() -> None:

@@ -262,3 +262,14 @@ def test_a_recipe_reaches_a_target_between_two_validations(target, steps):
     curve = first_run.Curve(
         "one", first_run.BEFORE, 0, "bf16", [100, 200, 400], [3.0, 2.0, 1.5])
     assert curve.steps_to(target) == steps
+
+
+def test_the_curves_of_recipes_are_drawn(tmp_path):
+    """Each recipe is named once, also if it has several seeds."""
+    curves = [first_run.Curve(name, first_run.NANO, seed, "bf16", [100, 200],
+                              [3.0, 2.0], cpu_seconds=9.0)
+              for name in ("before", "nano") for seed in (1, 2)]
+    file = tmp_path / "new" / "curves.svg"
+    first_run.draw(file, curves)
+    text = file.read_text("utf-8")
+    assert text.count("<!-- before -->") == text.count("<!-- nano -->") == 1
