@@ -66,7 +66,7 @@ def main():
             "stage": "ddp", "device": "cpu", "max_steps": steps, "config":
             ones, "world_size": size, "nodes": size // on_node,
             "startup": time.time(),
-            "hyperparameters": ones | {"preset": "", "data": ""}}))
+            "hyperparameters": ones | {"preset": "nano", "data": "x"}}))
         metrics = Metrics(run / "metrics.csv", first)
         print(f"resuming after step {first - 1}\\n" * bool(first), end="")
     for step in range(first, steps):

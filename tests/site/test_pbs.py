@@ -157,7 +157,7 @@ def test_a_command_that_fails_in_a_finished_run(clone, tmp_path):
     (folder / RECORD).write_text(json.dumps({
         "stage": "ddp", "device": "cpu", "max_steps": 3, "config": ones,
         "world_size": 1, "nodes": 1, "startup": 1.5,
-        "hyperparameters": ones | {"preset": "", "data": ""}}))
+        "hyperparameters": ones | {"preset": "nano", "data": "x"}}))
     for status in 0, 1:
         done = run(clone, "ddp", bin=str(tmp_path), STATUS=str(status),
                    WORKSHOP_RUN=str(folder))
