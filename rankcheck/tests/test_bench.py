@@ -592,6 +592,30 @@ def test_a_run_that_is_ended_leaves_no_folder_and_no_process(
     assert not [*tmp_path.glob("bench-*")]
 
 
+SAMPLES_OF_ITS_OWN = """\
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.whole
+def test_what_verify_says_does_not_stand_between_the_rows(tmp_path, capfd):
+    """Also where nothing was compared: the bench reads its document."""
+    (tmp_path / "train.py").write_text(SAMPLES_OF_ITS_OWN)
+    output = tools.run_here(["verify", "--json", "train.py"], tmp_path)
+    document = json.loads(output)
+    assert document["error"].startswith("not verified: nothing was compared")
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.whole
 def test_rankcheck_is_asked_by_its_commands(tmp_path):
     """About a silent error and about a death, and both right twins."""

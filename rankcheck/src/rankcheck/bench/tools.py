@@ -137,13 +137,16 @@ def ask_verify(case: Case, folder: Path) -> ToolAnswer:
     statements = [read_finding(finding) for finding in document["findings"]
                   if finding["verdict"] != "ok"]
     if document["status"] == 2:
-        statements.append(Statement(
-            f"not verified: {document['error']}", is_problem=False))
+        statements.append(Statement(document["error"], is_problem=False))
     return ToolAnswer(tuple(statements), seconds)
 
 
 def run_here(arguments: Sequence[str], folder: Path) -> str:
-    """Run rankcheck's command in a folder, and return what it prints."""
+    """Run rankcheck's command in a folder, and return what it prints.
+
+    Its errors are not printed between the bench's rows: the document that it
+    prints has them.
+    """
     output = io.StringIO()
     folder_before, argv_before = os.getcwd(), sys.argv
     variables = dict(os.environ)
@@ -151,8 +154,9 @@ def run_here(arguments: Sequence[str], folder: Path) -> str:
         os.chdir(folder)
         sys.argv = ["rankcheck", *arguments]
         os.environ.update(OMP_NUM_THREADS="1", SEED="0")
-        with contextlib.redirect_stdout(output), contextlib.suppress(
-                UserError):  # the document has it
+        with (contextlib.redirect_stdout(output),
+              contextlib.redirect_stderr(io.StringIO()),
+              contextlib.suppress(UserError)):
             args = parse("rankcheck", "", COMMANDS)
             args.function(args)
     finally:
