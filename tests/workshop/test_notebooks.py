@@ -646,6 +646,7 @@ def test_your_model_says_what_its_answers_quote(
             assert " ".join(quote.split()) in said, (quote, said)
     assert "0 failures, 1 warning" in shown["verify(4)"]
     assert "0 failures, 0 warnings" in shown["verify(5)"]
+    assert "0 failures, 3 warnings" in shown["verify(5, 2)"]
     alike, _ = launch(ROOT / "notebooks" / "your_language_model.py", "--save",
                       tmp_path / "sharded", world_size=2, hashes=0)
     assert "its logits differ by 0e+00 at most" in alike.out, alike.err

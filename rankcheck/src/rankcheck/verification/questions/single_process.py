@@ -657,9 +657,23 @@ def explain_small_error(case: Comparison) -> Explanation | None:
             "the model draws random numbers, different ones on each rank",
             "switch that off by a flag, if there is one, to compare the rest; "
             "fine if it is meant")
+    if case.frozen_run and normalizes_over_ranks(case):
+        return Explanation(
+            "BatchNorm normalizes by the samples of all ranks, more than with "
+            "1 process", "keep the global batch size, to compare")
     if case.frozen_run and any(step["mixed"] for step in case.steps[0]):
         return Explanation(
             "ranks gather something before backward()", "keep the global "
             "batch size, to compare: a loss that depends on the samples of "
             f"all ranks is not the mean of those of {case.size} minibatches")
     return None
+
+
+def normalizes_over_ranks(case: Comparison) -> bool:
+    """Return whether a BatchNorm is the first module that differs.
+
+    One of the script's own is known by its name: it may reduce sums, as other
+    modules do. Assumes that the ranks' BatchNorm is not a local one.
+    """
+    first = case.outputs.first
+    return first is not None and "BatchNorm" in case.outputs.kinds[first]
