@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.ticker import LogFormatter
 from torch import nn
 
 from backstage import dataset
@@ -244,6 +245,9 @@ def draw_critical(ax, curves):
 def draw_noise(ax, curve):
     ax.set(title="gradient noise scale", xlabel="step", ylabel="samples",
            yscale="log")
+    for set_formatter in (ax.yaxis.set_major_formatter,
+                          ax.yaxis.set_minor_formatter):
+        set_formatter(LogFormatter())  # 6, not 6 x 10^0
     ax.plot([math.nan if scale is None else scale
              for scale in curve.scales], color=RANK_COLOURS[0],
             label="the noise scale")

@@ -103,6 +103,12 @@ def test_it_is_the_ratio_of_the_means_and_not_the_mean_of_the_ratios():
         (0.99 * 6 + 14) / (0.99 * -2 + 2))
 
 
+def test_the_noise_scale_is_drawn_beside_plain_numbers():
+    curve = batch.Curve(8, 1e-3, [1.0] * 20, [5 + k / 2 for k in range(20)])
+    drawn = batch.draw_noise(curve)
+    assert ">6</text>" in drawn and ">10</text>" in drawn
+
+
 @pytest.mark.whole
 def test_the_noise_scale_of_preset_tiny(data):
     """It is measured on what the stages train."""
