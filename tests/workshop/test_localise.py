@@ -93,6 +93,8 @@ def test_two_mistakes_in_a_style_of_one_s_own(tmp_path, capsys):
         number = 1 + script.splitlines().index(line)
         assert f"The error is in {change(title)}, line {number}" in out, out
     assert out.count("The error is in change") == 2
+    # the first is what the check has found; the second shows something else
+    assert out.count("With this difference alone, ") == 1
     hint, reason = "Which are its next two", "the samples up to the end of"
     assert out.index("Move on past") < out.index(hint) < out.index(reason)
     assert out.index("The error is in change") < out.index("Not correct yet.")

@@ -403,7 +403,9 @@ def tell_cause(out: Quiet, diff: Diff, part: Sequence[RemainingChange],
     """Tell which differences are the mistake, and what the lesson does."""
     text = f"The error is in {localise.name_changes(part)}"
     if found and found.text != mistake.text:
-        text += f": {found.text}"
+        # a moved line is two differences, of which one breaks it otherwise
+        noun = "this difference" if len(part) == 1 else "these differences"
+        text += f". With {noun} alone, {found.text}"
     out.say(f"           {text}.")
     kept = localise.kept_lines(diff, part)
     changes = [item for item in part if item.number]
