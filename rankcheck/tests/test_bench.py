@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -580,7 +581,9 @@ def test_a_run_that_is_ended_leaves_no_folder_and_no_process(
         [sys.executable, "-m", "rankcheck.bench", "--tool", "rankcheck",
          "--jobs", "2", "data"], stderr=subprocess.PIPE, text=True,
         env={**os.environ, "TMPDIR": str(tmp_path),
-             "PYTHONPATH": str(HOUSE / "src")})
+             "PYTHONPATH": str(HOUSE / "src")},
+        # a suite in the background ignores Ctrl-C, and so would this
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL))
     wait_for(lambda: len([*tmp_path.glob("bench-*/bench-*/train.py")]) == 2,
              120)
     workers = tools.processes_with(f"TMPDIR={tmp_path}")
