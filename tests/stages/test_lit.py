@@ -1,6 +1,7 @@
 """The Lightning stage: the same training, without what Lightning loses."""
 
 import gc
+import importlib
 import os
 import re
 import signal
@@ -9,7 +10,6 @@ import time
 
 import pytest
 import torch
-import train_gpt2_lit as script
 from conftest import needs
 from stages import (
     DeepSpeedOnCPU,
@@ -181,6 +181,8 @@ def test_what_a_stage_of_zero_keeps(data, tmp_path):
     ("--devices", "-1", 1, "--devices must be 0 or more")])
 def test_what_lightning_does_not_train_on(
         flag, value, world_size, message, parsed, monkeypatch):
+    # imported late: Lightning takes two seconds of every process
+    script = importlib.import_module("train_gpt2_lit")
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     with pytest.raises(UserError, match=re.escape(message)):
         script.lit.get_world(parsed(

@@ -1,11 +1,12 @@
 """Git's filter of notebooks: what running one leaves is no difference."""
 
 import copy
+import importlib
 import json
 import subprocess
 import sys
+from functools import partial
 
-import nbformat
 import pytest
 from conftest import git, program
 
@@ -28,7 +29,19 @@ def filtered(data):
                           capture_output=True, check=True).stdout
 
 
-def run_all(book):
+@pytest.fixture
+def nbformat():
+    """Imported late: that takes two seconds of every process."""
+    return importlib.import_module("nbformat")
+
+
+@pytest.fixture
+def run_all(nbformat):
+    """A function: a notebook as JupyterLab leaves it that has run it."""
+    return partial(run_and_look, nbformat)
+
+
+def run_and_look(nbformat, book):
     """Give a notebook what JupyterLab leaves of running and looking at it."""
     book = copy.deepcopy(book)
     book.metadata.language_info.update(KERNEL)
@@ -44,7 +57,7 @@ def run_all(book):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_lesson_that_was_run_is_as_it_was(path):
+def test_a_lesson_that_was_run_is_as_it_was(path, nbformat, run_all):
     was = path.read_bytes()
     assert notebook_filter.clean(was) == was
     ran = nbformat.writes(run_all(nbformat.reads(was, as_version=4)))
@@ -52,7 +65,7 @@ def test_a_lesson_that_was_run_is_as_it_was(path):
     assert notebook_filter.clean(ran.encode()) == was
 
 
-def test_an_edit_stays_as_nbformat_writes_it():
+def test_an_edit_stays_as_nbformat_writes_it(nbformat, run_all):
     """In text with characters that are ends of lines to Python alone."""
     book = nbformat.read(ROOT / "notebooks" / "diff_ddp.ipynb", as_version=4)
     book.cells[0].source = "é\r\n\x0b \u2028x\n\n"
@@ -75,7 +88,7 @@ def test_what_it_does_not_understand_stays(data):
     assert filtered(data) == data
 
 
-def test_git_sees_no_difference(tmp_path):
+def test_git_sees_no_difference(tmp_path, nbformat, run_all):
     """And one where somebody has typed something."""
     git(tmp_path, "init", "-q")
     program(tmp_path / "filter", f"#!/bin/sh\nexec {sys.executable} -IS "
