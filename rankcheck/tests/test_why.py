@@ -827,6 +827,25 @@ def test_who_wrote_after_others_had_lost_it(written, kind):
                     ).kind == kind
 
 
+@pytest.mark.parametrize(("line", "kind"), [
+    (3, "aborted in the same line"), (5, "aborted in another line")])
+def test_a_rank_that_gloo_aborts(line, kind):
+    """It got a message of another size, and the other has lost it."""
+    lost = {"rank": 0, "host": "node1", "pid": 7, "written": 10, "began": 1,
+            "world_size": 2, "answers": True, "folders": FOLDERS, "ended": {
+                "status": 1, "error": "RuntimeError", "time": 10,
+                "message": "Connection reset by peer",
+                "stack": [["x.py", 3, "f"], [COLLECTIVE, 3, "all_gather"]]}}
+    aborted = {"rank": 1, "host": "node1", "pid": 8, "written": 9, "began": 1,
+               "answers": True, "folders": FOLDERS,
+               "stack": [["x.py", line, "f"], [COLLECTIVE, 3, "all_gather"]],
+               "ended": {"status": -6, "time": 9, "told": True}}
+    found = diagnose([Rank(lost, alive=False), Rank(aborted, alive=False)])
+    assert found.kind == kind
+    assert [rank.rank for rank in found.ranks] == [1]
+    assert "another size than it expects" in found.fix_text
+
+
 @pytest.mark.parametrize(("killed", "blamed"), [(11, [1]), (40, [0])])
 def test_sigkill_may_follow_from_an_error(killed, blamed):
     """A launcher sends it to those that do not end at SIGTERM."""

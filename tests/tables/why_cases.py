@@ -45,7 +45,7 @@ GROUP = Path(f"/sys/fs/cgroup/memory/why-cases-{os.getpid()}")
 
 # The fault: what `why` may call it, and words of its reason; also of what is
 # seen, where it is not proven.
-MORE = ("rank killed|aborted in another line"
+MORE = ("rank killed|aborted in (another|the same) line"
         "|rank failed(?=.*[Tt]runcate)")
 FAULTS = {
     # gloo aborts a rank that gets more than it expects, MPI raises an error

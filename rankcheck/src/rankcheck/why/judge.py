@@ -316,15 +316,41 @@ NEED_TWO_SAMPLES = (find_deadlock,)
       f"too long; {SEE_LOG}")
 def find_aborted(job: Job) -> Diagnosis | None:
     """SIGABRT ended a rank in one line, where the others waited in another"""
+    ranks = aborted_while_all_waited(job)
+    if not ranks or len(known_places(job)) < 2:
+        return None
+    return Diagnosis(ranks, describe.describe_each(job.ranks))
+
+
+@asks(ENDS, "aborted in the same line", "compare the sizes of what the ranks "
+      "pass to this line's collective: gloo aborts the rank that gets a "
+      "message of another size than it expects, a watchdog one that waits too "
+      f"long; {SEE_LOG}")
+def find_aborted_in_same_line(job: Job) -> Diagnosis | None:
+    """SIGABRT ended a rank in the line in which all others waited, too"""
+    ranks = aborted_while_all_waited(job)
+    if not ranks or not job.ranks.without(ranks):
+        return None
+    if len(known_places(job)) != 1:
+        return None
+    return Diagnosis(ranks, describe.describe_each(job.ranks))
+
+
+def aborted_while_all_waited(job: Job) -> RankList:
+    """Return the ranks that SIGABRT ended, if they waited and so did all
+    others.
+    """
     ranks = job.select(
         lambda rank: rank.was_aborted or rank.was_aborted_in_backward)
     others = job.ranks.without(ranks)
-    if not ranks or job.by_ending["error"] or others.without(job.waiting):
-        return None
-    places = {rank.place for rank in job.ranks if rank.place.file != "?"}
-    if len(places) < 2:
-        return None
-    return Diagnosis(ranks, describe.describe_each(job.ranks))
+    if job.by_ending["error"] or others.without(job.waiting):
+        return RankList()
+    return ranks
+
+
+def known_places(job: Job) -> set[CodeLine]:
+    """Return the lines of the script in which ranks are or were."""
+    return {rank.place for rank in job.ranks if rank.place.file != "?"}
 
 
 @asks(ENDS, "rank killed", "read its last output in the log, above the "
