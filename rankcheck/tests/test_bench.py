@@ -331,6 +331,25 @@ def test_a_process_is_found_by_its_folder_and_its_rank(tmp_path):
     assert not tools.processes_in(tmp_path)
 
 
+def test_what_a_script_has_started_goes_with_its_folder():
+    """It may wait for ever, as a process does that fills a queue."""
+    sleep = ["sleep", "600"]
+    with twins.empty_folder() as folder:
+        (folder / "work").mkdir()
+        shell = subprocess.Popen(sleep, cwd=folder)
+        left = subprocess.Popen(sleep, cwd=folder / "work", env={
+            **os.environ, twins.FOLDER: str(folder)})
+        elsewhere = subprocess.Popen(sleep, env={
+            **os.environ, twins.FOLDER: str(folder)})
+    try:
+        assert left.wait(10) == -signal.SIGKILL
+        assert shell.poll() is None and elsewhere.poll() is None
+    finally:
+        for process in shell, elsewhere:
+            process.kill()
+            process.wait()
+
+
 @pytest.mark.whole
 def test_what_a_job_has_left_is_ended_and_nothing_else(tmp_path):
     """Each rank has a session of its own; so has a shell in the folder."""
@@ -537,6 +556,18 @@ def test_the_cases_are_listed(capsys):
     assert command.run(["--list", "RNG"]) == 0
     out = capsys.readouterr().out
     assert "noise-alike: RNG, Robbyant/lingbot-vla-v2#41." in out
+
+
+def test_a_list_of_which_only_the_head_is_read():
+    """It says nothing more, as `rankcheck` does."""
+    listing = subprocess.Popen(
+        [sys.executable, "-m", "rankcheck.bench", "--list"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(HOUSE / "src")})
+    listing.stdout.close()
+    assert listing.wait(60) == 2
+    assert listing.stderr.read() == ""
+    listing.stderr.close()
 
 
 @pytest.mark.parametrize(("words", "says"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -134,6 +135,9 @@ def main() -> None:
         sys.exit(run(sys.argv[1:]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:  # of `| head`, for example
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(2)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from rankcheck.bench.cases import SILENT, Case, Twin
 from rankcheck.engine.ranks import Launch, RankExit
+from rankcheck.system import proc
 
 if TYPE_CHECKING:
     from rankcheck.record.recorder import Log
 
-FOLDER = "RANKCHECK_BENCH"  # a variable: the folder of a whole run
+# A variable: the folder of a whole run, in the processes of all its scripts
+FOLDER = "RANKCHECK_BENCH"
 LIMIT = 90.0  # seconds for a script that ends, on a busy machine
 SAME = 1e-5  # the relative difference that is taken for rounding
 LOSS_IN_LOG = re.compile(r"\bloss (-?[\d.]+(?:e[+-]?\d+)?|nan|inf)")
@@ -139,7 +143,8 @@ def measure(weight: Any) -> float:
 def empty_folder() -> Iterator[Path]:
     """A folder for a script's run, which is removed afterwards.
 
-    A worker that is ended leaves its own to the run, in whose folder it is:
+    What the script's ranks have started may outlive them, and is ended. A
+    worker that is ended leaves its own to the run, in whose folder it is:
     verify's handler of signals leaves the process at once.
     """
     folder = Path(tempfile.mkdtemp(prefix="bench-",
@@ -147,7 +152,23 @@ def empty_folder() -> Iterator[Path]:
     try:
         yield folder
     finally:
+        end_processes_in(folder)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_processes_in(folder: Path) -> None:
+    """End the processes of scripts that are in a folder, or below it."""
+    for pid in proc.list_processes():
+        with contextlib.suppress(OSError):
+            place = Path(os.readlink(f"/proc/{pid}/cwd"))
+            if place.is_relative_to(folder) and is_of_a_script(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def is_of_a_script(pid: int) -> bool:
+    """Whether a process has the variable that the bench gives to scripts."""
+    variables = proc.read_variables(pid) or []
+    return any(one.startswith(f"{FOLDER}=") for one in variables)
 
 
 def run_twin(case: Case, twin: Twin, seed: int = 0,
@@ -197,7 +218,8 @@ def begin_script(case: Case, twin: Twin, flags: Sequence[str], folder: Path,
     observed.mkdir()
     script = folder / "train.py"
     shutil.copyfile(case.script(twin), script)
-    variables = {**os.environ, "SEED": str(seed), "OMP_NUM_THREADS": "1"}
+    variables = {FOLDER: str(folder), **os.environ, "SEED": str(seed),
+                 "OMP_NUM_THREADS": "1"}
     probes: list[Callable[[Log], object]] = []
     if probe is not None:
         probes = [probe]
