@@ -24,9 +24,10 @@ from typing import Any
 
 from rankcheck.bench.cases import SILENT, Case, Twin
 from rankcheck.bench.scoring import Statement, ToolAnswer
-from rankcheck.bench.tools import Tool, copy_of, tool_environment
+from rankcheck.bench.tools import Tool, tool_environment
 from rankcheck.bench.twins import empty_folder, run_to_end
 from rankcheck.engine.ranks import free_port
+from rankcheck.system.errors import UserError
 
 STILL = 8.0  # seconds without a new collective, in place of NCCL's timeout
 POLL = 0.5
@@ -210,8 +211,7 @@ MODEL = re.compile(r"^(model|net) = ", re.MULTILINE)
 ENOUGH = 900.0  # seconds for one of its programs
 # The first steps: to infer from all 48 of a case takes more than ten minutes
 TRACED = ("--warm-up-steps", "8", "--sampling-interval", "1000")
-REFERENCE_SEEDS = ("0", "2")
-FAILED = 6  # invariants that are quoted, of those that are violated
+REFERENCE_SEEDS, OTHER_SEED = ("0", "2"), "1"
 
 
 @dataclass(frozen=True)
@@ -220,25 +220,27 @@ class Invariants:
 
     Attributes:
         text: the file that it has written.
-        problem: what went wrong, or "".
+        violated: those that the right script violates with another seed.
     """
 
-    text: str = ""
-    problem: str = ""
+    text: str
+    violated: list[str]
 
 
 class TrainCheck(Tool):
     """Invariants of the right script, checked on a run of another script.
 
-    The right script with two seeds is the reference. The target is the wrong
-    script with one of these, and the right one with another.
+    The right script with two seeds is the reference, and the wrong script with
+    the first of these is the target. What the right script violates with a
+    third seed does not count: it says nothing about the fault.
     """
 
     name = "TrainCheck"
     is_slow = True
 
     def __init__(self) -> None:
-        self.invariants: dict[str, Invariants] = {}  # by the case's name
+        self.known: dict[str, Invariants] = {}  # by the case's name
+        self.failed: dict[str, UserError] = {}
 
     def version(self) -> str:
         if shutil.which(COLLECT) is None:
@@ -258,12 +260,33 @@ class TrainCheck(Tool):
 
     def ask(self, case: Case, twin: Twin) -> ToolAnswer:
         begin = time.monotonic()
-        with copy_of(case, twin) as folder:
-            if case.name not in self.invariants:
-                self.invariants[case.name] = infer_invariants(case, folder)
-            found = self.invariants[case.name]
-            statements = check_trace(case, twin, folder, found)
+        with empty_folder() as folder:
+            known = self.invariants_of(case, folder)
+            statements = [Statement(
+                f"{len(known.violated)} invariants are also violated by the "
+                "right script with another seed", is_problem=False)]
+            if twin == "wrong":
+                violated = find_violated(case, twin, folder, known.text,
+                                         REFERENCE_SEEDS[0])
+                statements += [Statement(text) for text in violated
+                               if text not in known.violated]
         return ToolAnswer(tuple(statements), time.monotonic() - begin)
+
+    def invariants_of(self, case: Case, folder: Path) -> Invariants:
+        """Return the invariants of a case, which are inferred once.
+
+        Raises:
+            UserError: TrainCheck has failed, perhaps when it was asked first.
+        """
+        if case.name in self.failed:
+            raise self.failed[case.name]
+        if case.name not in self.known:
+            try:
+                self.known[case.name] = infer_invariants(case, folder)
+            except UserError as error:
+                self.failed[case.name] = error
+                raise
+        return self.known[case.name]
 
 
 def find_python() -> str:
@@ -279,41 +302,35 @@ def infer_invariants(case: Case, folder: Path) -> Invariants:
     """
     traces = []
     for seed in REFERENCE_SEEDS:
-        reference = folder / f"reference-{seed}"
-        reference.mkdir()
-        shutil.copyfile(case.script("right"), reference / "train.py")
-        problem = run_program(collect_command(case, reference), folder, seed)
-        if problem:
-            return Invariants(problem=problem)
-        traces.append(str(reference / "trace"))
+        traces.append(trace_script(case, "right", folder / f"reference-{seed}",
+                                   seed))
     file = folder / "inferred.json"
-    problem = run_program(
-        [INFER, "--num-workers", "0", "-f", *traces, "-o", str(file)], folder,
-        seed="0")
-    if problem:
-        return Invariants(problem=problem)
-    return Invariants(file.read_text("utf-8"))
+    run_program([INFER, "--num-workers", "0", "-f", *traces, "-o", str(file)],
+                folder)
+    text = file.read_text("utf-8")
+    return Invariants(
+        text, find_violated(case, "right", folder, text, OTHER_SEED))
 
 
-def check_trace(case: Case, twin: Twin, folder: Path, inferred: Invariants
-                ) -> list[Statement]:
-    """Return what TrainCheck says about the script in a folder."""
-    if inferred.problem:
-        return [Statement(inferred.problem, is_problem=False)]
-    target = folder / "target"
-    target.mkdir()
-    (folder / "train.py").rename(target / "train.py")
-    invariants = folder / "invariants.json"
-    invariants.write_text(inferred.text, "utf-8")
-    seed = "1" if twin == "right" else "0"
-    for command in (
-            [*collect_command(case, target), "--invariants", str(invariants)],
-            [CHECK, "-f", str(target / "trace"), "-i", str(invariants),
-             "-o", str(folder / "checked")]):
-        problem = run_program(command, folder, seed)
-        if problem:
-            return [Statement(problem, is_problem=False)]
-    return read_failures(folder / "checked")
+def find_violated(case: Case, twin: Twin, folder: Path, invariants: str,
+                  seed: str) -> list[str]:
+    """Return the invariants that a script violates."""
+    given, checked = folder / f"{twin}.json", folder / f"checked-{twin}"
+    given.write_text(invariants, "utf-8")
+    trace = trace_script(case, twin, folder / f"target-{twin}", seed,
+                         "--invariants", str(given))
+    run_program([CHECK, "-f", trace, "-i", str(given), "-o", str(checked)],
+                folder)
+    return read_violated(checked)
+
+
+def trace_script(case: Case, twin: Twin, folder: Path, seed: str,
+                 *options: str) -> str:
+    """Trace a script in a new folder; return that of its trace."""
+    folder.mkdir()
+    shutil.copyfile(case.script(twin), folder / "train.py")
+    run_program([*collect_command(case, folder), *options], folder, seed)
+    return str(folder / "trace")
 
 
 def collect_command(case: Case, folder: Path) -> list[str]:
@@ -347,31 +364,31 @@ def launch_line(case: Case, script: Path, flags: Sequence[str]) -> str:
     return " ".join(command)
 
 
-def run_program(command: Sequence[str], folder: Path, seed: str) -> str:
-    """Run a program of TrainCheck; return what went wrong, or ""."""
+def run_program(command: Sequence[str], folder: Path, seed: str = "0"
+                ) -> None:
+    """Run a program of TrainCheck; raise a `UserError` if it fails."""
     name = Path(command[0]).name
     try:
         done = subprocess.run(
             command, cwd=folder, text=True, capture_output=True, check=False,
             timeout=ENOUGH, env=tool_environment(SEED=seed))
     except subprocess.TimeoutExpired:
-        return f"{name} did not end within {ENOUGH:.0f} s"
+        raise UserError(f"{name} did not end within {ENOUGH:.0f} s") from None
     if done.returncode != 0:
         last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-        return f"{name} ended with an error: {shorten(''.join(last))}"
-    return ""
+        raise UserError(
+            f"{name} ended with an error: {shorten(''.join(last))}")
 
 
-def read_failures(folder: Path) -> list[Statement]:
-    """Return the invariants that TrainCheck has found violated."""
+def read_violated(folder: Path) -> list[str]:
+    """Return the invariants that TrainCheck has found violated, as text."""
     found = []
     for file in sorted(folder.rglob("failed*.log")):
         for line in file.read_text("utf-8").splitlines():
-            if '"text_description"' in line:
-                found.append(shorten(line))
-    statements = [Statement(text, is_cause=False)
-                  for text in dict.fromkeys(found)]
-    return statements[:FAILED]
+            name, _, text = line.strip().partition(": ")
+            if name == '"text_description"':
+                found.append(shorten(text.strip('",')))
+    return list(dict.fromkeys(found))
 
 
 # ----------------------------------------------------------- spmd_types
