@@ -370,6 +370,17 @@ def test_a_mistake(recorded, stage, column, change, title, finds):
     assert not first or read_expected(finds).matches(found[first]), found
 
 
+@pytest.mark.parametrize(("text", "error", "fix"), [
+    ("NameError: name 'INTERPRETED' is not defined", True, ""),
+    ("its output is off by 0.3 of its largest number", False, "masks"),
+])
+def test_advice_on_tiles_is_for_wrong_numbers(recorded, text, error, fix):
+    """Not for an exception: no mask or sum is its cause."""
+    found, = answers(recorded, "ddp", "1",
+                     kernels(gelu=[text, [9], error])).values()
+    assert fix in found.fix_text and bool(fix) == bool(found.fix_text)
+
+
 def test_each_question_is_answered_with_a_no():
     titles = [title for *_, title, _ in CASES if title]
     assert not [question.title for question in QUESTIONS

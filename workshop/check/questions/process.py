@@ -33,11 +33,13 @@ def check_operations(run: StageRun, reference: StageRun) -> Finding | None:
             return fail(f"it has no function {name}", kind="no-kernel")
         if wrong:
             text, line, error = wrong
-            return fail([f"{name}: {text}", *exits.in_brackets(
-                map(Line, line))], "check "
-                        "shapes that leave the last tile half empty: masks, "
-                        "what is summed over tiles, and who writes where",
-                        text if error else "", kind="kernel")
+            sentence = [f"{name}: {text}",
+                        *exits.in_brackets(map(Line, line))]
+            if error:  # no result that a mask or a sum could explain
+                return fail(sentence, error=text, kind="kernel")
+            return fail(sentence, "check shapes that leave the last tile half "
+                        "empty: masks, what is summed over tiles, and who "
+                        "writes where", kind="kernel")
     return None
 
 
