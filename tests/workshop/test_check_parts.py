@@ -14,6 +14,7 @@ from rankcheck.record.tensors import assemble, describe_tensors
 from workshop.board import Board
 from workshop.check import localise
 from workshop.check.command import check_script, make_others
+from workshop.check.experiment import Mistake, tell_cause
 from workshop.check.lines import lines_as_in, name_lines
 from workshop.check.questions.process import check_definitions
 from workshop.check.questions.question import TIED_WEIGHTS, assemble_tied
@@ -87,6 +88,29 @@ def test_a_line_that_the_lesson_keeps_is_shown(old, new, kept):
     part, = diff.remaining
     line = localise.kept_lines(diff, [part])
     assert (old in line) == bool(line) == kept
+
+
+NORM = "        norm = nn.utils.clip_grad_norm_(raw_model.parameters(), 1.0)\n"
+STEP = "        optimizer.step()\n"
+
+
+@pytest.mark.parametrize(("old", "new", "moved"), [
+    (NORM + STEP, STEP + NORM,  # the same as a step that is earlier
+     localise.MovedLines((NORM.strip(),), "later")),
+    (STEP, f"        if rank == 0:\n    {STEP}", None),
+    (STEP, "", None)])
+def test_a_line_that_is_only_moved_is_said_to_be(old, new, moved):
+    """The reason of its change may be another than its place."""
+    diff = Diff("ddp", data=edited((old, new)))
+    items = diff.remaining + diff.other_changes
+    assert localise.find_moved(diff, items) == moved
+    if moved:  # one of the two differences may be what breaks the script
+        assert {localise.find_moved(diff, [item]) for item in items} == {moved}
+    said = []
+    tell_cause(SimpleNamespace(say=said.append, report=lambda **_: None),
+               diff, items, None, Mistake("", "", frozenset(), ""))
+    assert ("later than the lesson: `norm = nn." in "".join(said)) == bool(
+        moved)
 
 
 @pytest.mark.parametrize(("text", "says"), [

@@ -408,11 +408,21 @@ def tell_cause(out: Quiet, diff: Diff, part: Sequence[RemainingChange],
         text += f". With {noun} alone, {found.text}"
     out.say(f"           {text}.")
     kept = localise.kept_lines(diff, part)
+    moved = localise.find_moved(diff, part)
     changes = [item for item in part if item.number]
     reason, hint = "", ""
     if changes:
         hint = changes[0].hint
-    if kept:  # a change's reason would be another
+    if moved:
+        noun = "this line"
+        if len(moved.lines) > 1:
+            noun = f"these {len(moved.lines)} lines"
+        lines = ", ".join(f"`{line}`" for line in moved.lines)
+        reason = (f"your script has {noun} {moved.where} than the lesson: "
+                  f"{lines}.")
+        if changes and not kept:
+            reason += f" {first_sentences(changes[0].why)}"
+    elif kept:  # a change's reason would be another
         reason = ("the lesson keeps this line, at most indenting it "
                   "differently, but your script changes or omits it: "
                   f"`{kept}`.")

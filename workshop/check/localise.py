@@ -190,6 +190,61 @@ def kept_lines(diff: Diff, part: Sequence[RemainingChange]) -> str:
     return lines[0] if len(lines) == 1 and lines[0] in before else ""
 
 
+@dataclass(frozen=True)
+class MovedLines:
+    """Lines that a script has in another place than the lesson.
+
+    Attributes:
+        lines: without their indentation.
+        where: "earlier" or "later" in the script than in the lesson.
+    """
+
+    lines: tuple[str, ...]
+    where: str
+
+
+def find_moved(diff: Diff, part: Sequence[RemainingChange]
+               ) -> MovedLines | None:
+    """Return the lines of a part if all of them are only moved, else None.
+
+    A moved line is two differences: one has it in addition, in the other it
+    is missing. The part may be one of them alone.
+    """
+    items = diff.remaining + diff.other_changes
+    additional, missing = lines_of(diff, items)
+    own, not_own = lines_of(diff, part)
+    places = set()
+    for line in own | not_own:
+        if line not in additional or line not in missing:
+            return None
+        if max(script.lines.count(line)
+               for script in (diff.script, diff.goal)) > 1:
+            return None  # which of them is moved?
+        is_later = additional[line] >= missing[line]
+        places.add("later" if is_later else "earlier")
+    if len(places) != 1:
+        return None
+    lines = own or not_own
+    return MovedLines(tuple(line.strip() for line in lines), places.pop())
+
+
+def lines_of(diff: Diff, items: Sequence[RemainingChange]
+             ) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the code that some differences have in addition, and the code
+    that is missing there, with the line of the script where that is.
+    """
+    code, goal_code = set(diff.script.where), set(diff.goal.where)
+    additional: dict[str, int] = {}
+    missing: dict[str, int] = {}
+    for item in items:
+        for i1, i2, j1, j2 in item.edits:
+            for i in sorted(code.intersection(range(i1, i2))):
+                additional[diff.script.lines[i]] = i
+            for j in sorted(goal_code.intersection(range(j1, j2))):
+                missing[diff.goal.lines[j]] = i1
+    return additional, missing
+
+
 def make_without(diff: Diff, items: Sequence[RemainingChange],
                  among: Sequence[RemainingChange] | None = None
                  ) -> bytes | None:
