@@ -373,6 +373,7 @@ def test_a_mistake(recorded, stage, column, change, title, finds):
 @pytest.mark.parametrize(("text", "error", "fix"), [
     ("NameError: name 'INTERPRETED' is not defined", True, ""),
     ("its output is off by 0.3 of its largest number", False, "masks"),
+    ("its output overflows: it is not finite", False, "an exponential"),
 ])
 def test_advice_on_tiles_is_for_wrong_numbers(recorded, text, error, fix):
     """Not for an exception: no mask or sum is its cause."""

@@ -38,8 +38,9 @@ def check_operations(run: StageRun, reference: StageRun) -> Finding | None:
             if error:  # no result that a mask or a sum could explain
                 return fail(sentence, error=text, kind="kernel")
             return fail(sentence, "check shapes that leave the last tile half "
-                        "empty: masks, what is summed over tiles, and who "
-                        "writes where", kind="kernel")
+                        "empty: masks, what is summed over tiles, who writes "
+                        "where, and whether an exponential may overflow",
+                        kind="kernel")
     return None
 
 
