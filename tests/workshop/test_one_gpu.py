@@ -67,6 +67,9 @@ def test_a_scaler_without_unscale_makes_tiny_updates():
     right, wrong = (float(moved) for moved in re.findall(
         r"moved ([\d.e+-]+)", out.getvalue()))
     assert right / wrong == pytest.approx(2**16, rel=0.01)
+    right, wrong = (float(norm) for norm in re.findall(
+        r"norm ([\d.e+-]+)", out.getvalue()))
+    assert wrong / right == pytest.approx(2**16, rel=0.01)
 
 
 def test_the_mfu_of_the_h200_is_that_of_the_demos_vocabulary():
