@@ -109,8 +109,8 @@ def test_a_line_that_is_only_moved_is_said_to_be(old, new, moved):
     said = []
     tell_cause(SimpleNamespace(say=said.append, report=lambda **_: None),
                diff, items, None, Mistake("", "", frozenset(), ""))
-    assert ("later than the lesson: `norm = nn." in "".join(said)) == bool(
-        moved)
+    words = "Your script has this line later than the lesson: `norm = nn."
+    assert (words in "".join(said)) == bool(moved)
 
 
 @pytest.mark.parametrize(("text", "says"), [

@@ -418,12 +418,12 @@ def tell_cause(out: Quiet, diff: Diff, part: Sequence[RemainingChange],
         if len(moved.lines) > 1:
             noun = f"these {len(moved.lines)} lines"
         lines = ", ".join(f"`{line}`" for line in moved.lines)
-        reason = (f"your script has {noun} {moved.where} than the lesson: "
+        reason = (f"Your script has {noun} {moved.where} than the lesson: "
                   f"{lines}.")
         if changes and not kept:
             reason += f" {first_sentences(changes[0].why)}"
     elif kept:  # a change's reason would be another
-        reason = ("the lesson keeps this line, at most indenting it "
+        reason = ("The lesson keeps this line, at most indenting it "
                   "differently, but your script changes or omits it: "
                   f"`{kept}`.")
     elif changes:
