@@ -504,6 +504,10 @@ def test_the_last_of_several_answers_counts():
     assert [row.score for row in merged.rows] == ["missed", "not applicable"]
     assert merged.versions == {"a": "1", "b": "2"} and merged.seconds == 7.0
     assert merged.cpu_seconds == 9.0
+    slow = Results(again.date, {}, 2, 4000.0, 5000.0,
+                   [make_row(CASE, "TrainCheck", "noticed")])
+    merged = command.merge([first, slow], CASES)  # a run leaves it out
+    assert len(merged.rows) == 3 and merged.seconds == first.seconds
 
 
 def test_the_page_shows_the_results_that_are_kept():

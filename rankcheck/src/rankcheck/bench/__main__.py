@@ -98,6 +98,7 @@ def merge(parts: Sequence[Results], cases: Sequence[Case]) -> Results:
     """Return results as one run, scored by what the registry says now.
 
     If a tool was asked about a case more than once, the last answer counts.
+    The time is that of the tools that are asked without being named.
     """
     versions: dict[str, str] = {}
     last: dict[tuple[str, str], ResultRow] = {}
@@ -110,9 +111,16 @@ def merge(parts: Sequence[Results], cases: Sequence[Case]) -> Results:
         for case in cases:
             if (tool, case.name) in last:
                 rows.append(rescore(last[tool, case.name], case))
+    timed = [part for part in parts if not is_of_slow_tools(part)]
     return Results(parts[0].date, versions, parts[0].cores,
-                   sum(part.seconds for part in parts),
-                   sum(part.cpu_seconds for part in parts), rows)
+                   sum(part.seconds for part in timed),
+                   sum(part.cpu_seconds for part in timed), rows)
+
+
+def is_of_slow_tools(part: Results) -> bool:
+    """Whether only tools were asked that are left out if none is named."""
+    slow = {tool.name for tool in TOOLS if tool.is_slow}
+    return bool(part.rows) and {row.tool for row in part.rows} <= slow
 
 
 def rescore(row: ResultRow, case: Case) -> ResultRow:
