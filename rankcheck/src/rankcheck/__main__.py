@@ -1,11 +1,8 @@
 """The command rankcheck: verify and why, for any training script."""
 
-import os
 import sys
-import traceback
 
-from rankcheck.system.command_line import Command, parse
-from rankcheck.system.errors import UserError
+from rankcheck.system.command_line import Command, exit_with, parse
 from rankcheck.system.version import __version__
 
 COMMANDS = {
@@ -25,29 +22,17 @@ def main() -> None:
               "and rankcheck needs 3.10 or later; fix: start it with a newer "
               "one; the job that `why` watches may have 3.9", file=sys.stderr)
         sys.exit(2)
-    try:
-        if sys.argv[1:] == ["--version"]:
-            print(f"rankcheck {__version__}")
-            return
-        args = parse("rankcheck", "For any training script. COMMAND --help "
-                     "describes each.", COMMANDS)
-        sys.exit(args.function(args))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except BrokenPipeError:  # of `| head`, for example
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(130)
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            print(f"error: {sys.executable} has no torch; fix: start "
-                  "rankcheck with the Python that trains", file=sys.stderr)
-        else:
-            traceback.print_exc()
-        sys.exit(2)  # also for a bug of ours: Python's own status would be 1
+    exit_with(run)
+
+
+def run() -> int:
+    """Do what the command line says; return the exit status."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"rankcheck {__version__}")
+        return 0
+    args = parse("rankcheck", "For any training script. COMMAND --help "
+                 "describes each.", COMMANDS)
+    return int(args.function(args))
 
 
 if __name__ == "__main__":

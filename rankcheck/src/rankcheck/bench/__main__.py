@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +17,7 @@ from rankcheck.bench.choice import TOOLS, choose_tools
 from rankcheck.bench.results import ResultRow, Results
 from rankcheck.bench.scoring import Score, ToolAnswer, score
 from rankcheck.bench.tools import Tool
+from rankcheck.system.command_line import exit_with
 from rankcheck.system.errors import UserError
 from rankcheck.system.version import require_torch
 
@@ -139,20 +138,7 @@ def main() -> None:
     """Exit with 0 if all tools were asked, else with 2."""
     # as Ctrl-C: the jobs that it has started are ended
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        sys.exit(run(sys.argv[1:]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except BrokenPipeError:  # of `| head`, for example
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(130)
-    except Exception:
-        traceback.print_exc()
-        sys.exit(2)  # a bug of ours: Python's own status would be 1
+    exit_with(lambda: run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

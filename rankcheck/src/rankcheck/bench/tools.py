@@ -240,12 +240,8 @@ def processes_with(variable: str) -> list[int]:
 
 def processes_in(folder: Path) -> list[int]:
     """Return the processes whose current folder is this one."""
-    found = []
-    for pid in proc.list_processes():
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{pid}/cwd") == str(folder):
-                found.append(int(pid))
-    return found
+    return [pid for pid in proc.list_processes()
+            if proc.read_cwd(pid) == folder]
 
 
 def launch_command(case: Case) -> list[str]:

@@ -159,9 +159,11 @@ def empty_folder() -> Iterator[Path]:
 def end_processes_in(folder: Path) -> None:
     """End the processes of scripts that are in a folder, or below it."""
     for pid in proc.list_processes():
-        with contextlib.suppress(OSError):
-            place = Path(os.readlink(f"/proc/{pid}/cwd"))
-            if place.is_relative_to(folder) and is_of_a_script(pid):
+        place = proc.read_cwd(pid)
+        if place is None or not place.is_relative_to(folder):
+            continue
+        if is_of_a_script(pid):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 

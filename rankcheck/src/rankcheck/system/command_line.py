@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -88,6 +89,31 @@ def parse(program: str, about: str,
     args = parser.parse(arguments)
     args.function = module.main
     return args
+
+
+def exit_with(run: Callable[[], int]) -> NoReturn:
+    """Run a program, and exit with the status that it returns.
+
+    An error is 2, for a failure that was found is 1.
+    """
+    try:
+        sys.exit(run())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BrokenPipeError:  # of `| head`, for example
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            print(f"error: {sys.executable} has no torch; fix: start "
+                  "rankcheck with the Python that trains", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        sys.exit(2)  # also for a bug of ours: Python's own status would be 1
 
 
 def unknown_command(program: str, name: str) -> UserError:

@@ -110,6 +110,15 @@ def list_folder(path: str | os.PathLike[str]) -> list[str]:
         return []
 
 
+def read_cwd(pid: int | str) -> Path | None:
+    """Return a process's current folder; None if it is gone or another user's.
+    """
+    try:
+        return Path(os.readlink(f"/proc/{pid}/cwd"))
+    except OSError:
+        return None
+
+
 def list_processes() -> Iterator[int]:
     """Return the PIDs of all processes."""
     return map(int, filter(str.isdigit, list_folder("/proc")))
