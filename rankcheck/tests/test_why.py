@@ -811,15 +811,20 @@ def test_an_error_that_a_rank_handles():
     assert "; handles KeyError, raised in line 6" in describe_rank(ranks[1])
 
 
+def make_lost(message):
+    """The record of rank 0 of two, which has lost the other in line 3."""
+    return {"rank": 0, "host": "node1", "pid": 7, "written": 10, "began": 1,
+            "world_size": 2, "answers": True, "folders": FOLDERS, "ended": {
+                "status": 1, "error": "RuntimeError", "time": 10,
+                "message": message,
+                "stack": [["x.py", 3, "f"], [COLLECTIVE, 3, "all_reduce"]]}}
+
+
 @pytest.mark.parametrize(("written", "kind"), [
     (9, "rank disappeared"), (30, "")])
 def test_who_wrote_after_others_had_lost_it(written, kind):
     """Was there still: they have lost another one."""
-    lost = {"rank": 0, "host": "node1", "pid": 7, "written": 10, "began": 1,
-            "world_size": 2, "answers": True, "folders": FOLDERS, "ended": {
-                "status": 1, "error": "RuntimeError", "time": 10,
-                "message": "Connection closed by peer",
-                "stack": [["x.py", 3, "f"], [COLLECTIVE, 3, "all_reduce"]]}}
+    lost = make_lost("Connection closed by peer")
     silent = {"rank": 1, "host": "node1", "pid": 8, "written": written,
               "began": 1, "answers": True, "ended": None,
               "stack": [["x.py", 4, "g"]]}
@@ -831,14 +836,10 @@ def test_who_wrote_after_others_had_lost_it(written, kind):
     (3, "aborted in the same line"), (5, "aborted in another line")])
 def test_a_rank_that_gloo_aborts(line, kind):
     """It got a message of another size, and the other has lost it."""
-    lost = {"rank": 0, "host": "node1", "pid": 7, "written": 10, "began": 1,
-            "world_size": 2, "answers": True, "folders": FOLDERS, "ended": {
-                "status": 1, "error": "RuntimeError", "time": 10,
-                "message": "Connection reset by peer",
-                "stack": [["x.py", 3, "f"], [COLLECTIVE, 3, "all_gather"]]}}
+    lost = make_lost("Connection reset by peer")
     aborted = {"rank": 1, "host": "node1", "pid": 8, "written": 9, "began": 1,
                "answers": True, "folders": FOLDERS,
-               "stack": [["x.py", line, "f"], [COLLECTIVE, 3, "all_gather"]],
+               "stack": [["x.py", line, "f"], [COLLECTIVE, 3, "all_reduce"]],
                "ended": {"status": -6, "time": 9, "told": True}}
     found = diagnose([Rank(lost, alive=False), Rank(aborted, alive=False)])
     assert found.kind == kind

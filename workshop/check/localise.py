@@ -210,39 +210,48 @@ def find_moved(diff: Diff, part: Sequence[RemainingChange]
     A moved line is two differences: one has it in addition, in the other it
     is missing. The part may be one of them alone.
     """
-    items = diff.remaining + diff.other_changes
-    additional, missing = lines_of(diff, items)
-    own, not_own = lines_of(diff, part)
+    whole = lines_of(diff, diff.remaining + diff.other_changes)
+    own = lines_of(diff, part)
     places = set()
-    for line in own | not_own:
-        if line not in additional or line not in missing:
+    for line in own.additional | own.missing:
+        if line not in whole.additional or line not in whole.missing:
             return None
         if max(script.lines.count(line)
                for script in (diff.script, diff.goal)) > 1:
             return None  # which of them is moved?
-        is_later = additional[line] >= missing[line]
+        is_later = whole.additional[line] >= whole.missing[line]
         places.add("later" if is_later else "earlier")
     if len(places) != 1:
         return None
-    lines = own or not_own
+    lines = own.additional or own.missing
     return MovedLines(tuple(line.strip() for line in lines), places.pop())
 
 
-def lines_of(diff: Diff, items: Sequence[RemainingChange]
-             ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the code that some differences have in addition, and the code
-    that is missing there, with the line of the script where that is.
+@dataclass(frozen=True)
+class DifferentLines:
+    """The lines of code of some differences.
+
+    Attributes:
+        additional: those of the script, with their places in it.
+        missing: those of the lesson, with the places where the script lacks
+            them.
     """
+
+    additional: dict[str, int]
+    missing: dict[str, int]
+
+
+def lines_of(diff: Diff, items: Sequence[RemainingChange]) -> DifferentLines:
+    """Return the lines of code of some differences."""
     code, goal_code = set(diff.script.where), set(diff.goal.where)
-    additional: dict[str, int] = {}
-    missing: dict[str, int] = {}
+    found = DifferentLines({}, {})
     for item in items:
         for i1, i2, j1, j2 in item.edits:
             for i in sorted(code.intersection(range(i1, i2))):
-                additional[diff.script.lines[i]] = i
+                found.additional[diff.script.lines[i]] = i
             for j in sorted(goal_code.intersection(range(j1, j2))):
-                missing[diff.goal.lines[j]] = i1
-    return additional, missing
+                found.missing[diff.goal.lines[j]] = i1
+    return found
 
 
 def make_without(diff: Diff, items: Sequence[RemainingChange],
