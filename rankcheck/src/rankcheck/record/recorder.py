@@ -91,6 +91,7 @@ class Log:
         self.sums: dict[int, torch.Tensor] = {}
         self.weighed: dict[int, torch.Tensor] = {}
         self.scale = 1.0  # of the last backward pass
+        self.inside = False  # whether the outermost module is being called
         self.modules: dict[int, torch.nn.Module] = {}
         self.drawn: Counter[int] = Counter()  # indices, of samplers
         # Whether set_epoch came before the sampler's start

@@ -45,6 +45,7 @@ class StepRow:
     counts: list[int] = field(default_factory=list)
     targets: bool = False  # whether these are targets
     mixed: bool = False  # whether samples are gathered from all ranks
+    summed: bool = False  # whether the model reduces over ranks in forward()
 
 
 @dataclass
@@ -195,6 +196,7 @@ class Rows:
         # in mixed precision, or compressed
         self.record.low_precision |= any(map(is_low, tensors))
         row.mixed |= "gather" in name and bool(notes.pending)
+        row.summed |= "reduce" in name and self.log.inside
         if name.startswith("recv"):
             notes.received += tensors  # kept: so is where they are
         share = self.find_share(group)

@@ -92,7 +92,6 @@ class Modules:
 
     log: Log
     record: RankRecord  # the log's
-    inside = False  # whether the outermost module is being called
     count = 1  # of targets of a backward pass
 
     def __init__(self) -> None:
@@ -114,7 +113,7 @@ class Modules:
                 log.row.wrapped += torch.is_grad_enabled()
                 if not module.require_backward_grad_sync:
                     log.note_fact("forward in no_sync", None)
-            if self.inside:
+            if log.inside:
                 output = call(module, *args, **kwargs)
                 log.tell("output", module, output)
                 return output
@@ -124,12 +123,12 @@ class Modules:
             if wraps or is_trainers(module) or hasattr(module, "_orig_mod"):
                 return call(module, *args, **kwargs)  # it hands them on
             self.on_root(module, (args, kwargs))
-            self.inside = True
+            log.inside = True
             states = random_states()
             try:
                 output = call(module, *args, **kwargs)
             finally:
-                self.inside = False
+                log.inside = False
                 self.record.draws_random |= random_states() != states
             log.tell("output", module, output)
             return output

@@ -670,10 +670,13 @@ def explain_small_error(case: Comparison) -> Explanation | None:
 
 
 def normalizes_over_ranks(case: Comparison) -> bool:
-    """Return whether a BatchNorm is the first module that differs.
+    """Return whether a BatchNorm that reduces sums is the first to differ.
 
-    One of the script's own is known by its name: it may reduce sums, as other
-    modules do. Assumes that the ranks' BatchNorm is not a local one.
+    One of the script's own is known by its name, for other modules reduce in
+    their forward passes, too. Where none does, a BatchNorm that differs is
+    wrong.
     """
+    if not any(step["summed"] for step in case.steps[0]):
+        return False
     first = case.outputs.first
     return first is not None and "BatchNorm" in case.outputs.kinds[first]
