@@ -29,7 +29,7 @@ from rankcheck.bench.cases import (
     load_cases,
     select,
 )
-from rankcheck.bench.choice import TOOLS, choose_tools
+from rankcheck.bench.choice import TOOLS, choose_installed, choose_tools
 from rankcheck.bench.results import ResultRow, Results
 from rankcheck.bench.scoring import Score, Statement, ToolAnswer, score
 from rankcheck.engine.ranks import RankExit
@@ -416,6 +416,25 @@ def test_slow_tools_are_asked_only_if_they_are_named():
     assert all(not tool.is_slow for tool in choose_tools([]))
     [slow] = [tool.name for tool in TOOLS if tool.is_slow]
     assert [tool.name for tool in choose_tools([slow])] == [slow]
+
+
+def test_a_tool_that_is_not_installed_is_not_asked(monkeypatch, capsys,
+                                                   tmp_path):
+    """Named, it is an error: no answer is not "not applicable"."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="py-spy dump is not installed; fix: "):
+        choose_installed(["py-spy dump"])
+    with pytest.raises(UserError, match="TrainCheck is not installed; fix: "):
+        command.run(["--tool", "TrainCheck", CASE.name])
+    names = [tool.name for tool in choose_installed([])]
+    assert "rankcheck" in names and "py-spy dump" not in names
+    assert "py-spy dump is left out" in capsys.readouterr().err
+
+
+def test_what_is_not_installed_has_no_version():
+    """Or merging would replace the version of an earlier run with none."""
+    versions = results.describe_versions({"a": "1", "spmd_types": ""})
+    assert versions["a"] == "1" and "spmd_types" not in versions
 
 
 class Failing(tools.Tool):

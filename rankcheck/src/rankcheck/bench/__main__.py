@@ -13,7 +13,7 @@ from pathlib import Path
 from rankcheck.bench import results
 from rankcheck.bench.asking import try_out
 from rankcheck.bench.cases import Case, find_folder, load_cases, select
-from rankcheck.bench.choice import TOOLS, choose_tools
+from rankcheck.bench.choice import TOOLS, choose_installed
 from rankcheck.bench.results import ResultRow, Results
 from rankcheck.bench.scoring import Score, ToolAnswer, score
 from rankcheck.bench.tools import Tool
@@ -65,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
             print(f"{case.name}: {case.kind}, {case.report}. {case.fault}")
         return 0
     require_torch()
-    tools = choose_tools(args.tool)
+    tools = choose_installed(args.tool)
     found = results.begin({tool.name: tool.version() for tool in tools})
     begin = time.monotonic()
     if args.json:  # before the run, if that cannot be done

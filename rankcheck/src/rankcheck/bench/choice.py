@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from rankcheck.bench.peers import FlightRecorder, SpmdTypes, TrainCheck
@@ -33,3 +34,25 @@ def choose_tools(names: Sequence[str]) -> list[Tool]:
     if names:
         return [known[name] for name in names]
     return [tool for tool in TOOLS if not tool.is_slow]
+
+
+def choose_installed(names: Sequence[str]) -> list[Tool]:
+    """Return the tools that are named, or all that are installed, not slow.
+
+    Tools that are left out are named on stderr.
+
+    Raises:
+        UserError: if there is no such tool, or if it is not installed.
+    """
+    chosen = choose_tools(names)
+    installed = [tool for tool in chosen if not tool.missing_programs()]
+    for tool in chosen:
+        if tool in installed:
+            continue
+        missing = " and ".join(tool.missing_programs())
+        if names:
+            raise UserError(f"{tool.name} is not installed; fix: put "
+                            f"{missing} on PATH")
+        print(f"{tool.name} is left out: it is not installed (fix: put "
+              f"{missing} on PATH)", file=sys.stderr)
+    return installed

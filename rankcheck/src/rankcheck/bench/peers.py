@@ -237,14 +237,13 @@ class TrainCheck(Tool):
 
     name = "TrainCheck"
     is_slow = True
+    programs = (COLLECT, INFER, CHECK)
 
     def __init__(self) -> None:
         self.known: dict[str, Invariants] = {}  # by the case's name
         self.failed: dict[str, UserError] = {}
 
     def version(self) -> str:
-        if shutil.which(COLLECT) is None:
-            return "not installed"
         done = subprocess.run(
             [find_python(), "-c", "from importlib import metadata; "
              "print(metadata.version('traincheck'))"], text=True,
@@ -254,8 +253,6 @@ class TrainCheck(Tool):
     def why_not(self, case: Case) -> str:
         if case.group != SILENT:
             return "it checks the trace of a run, which has to end"
-        if shutil.which(COLLECT) is None:
-            return "TrainCheck is not installed"
         return ""
 
     def ask(self, case: Case, twin: Twin) -> ToolAnswer:
@@ -406,7 +403,7 @@ class SpmdTypes(Tool):
     def version(self) -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version("spmd_types")
-        return "not installed"
+        return ""
 
     def why_not(self, case: Case) -> str:
         if case.group != SILENT:

@@ -76,11 +76,15 @@ def begin(tools: dict[str, str]) -> Results:
 
 
 def describe_versions(tools: dict[str, str]) -> dict[str, str]:
-    """Return the versions of the tools, of Python and of PyTorch."""
+    """Return the versions of the tools, of Python and of PyTorch.
+
+    One without a version is left out: it is known, but not installed.
+    """
     import torch
 
+    installed = {name: version for name, version in tools.items() if version}
     return {"rankcheck": __version__, "torch": str(torch.__version__),
-            "python": platform.python_version(), **tools}
+            "python": platform.python_version(), **installed}
 
 
 def begin_date() -> str:

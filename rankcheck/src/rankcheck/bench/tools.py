@@ -64,13 +64,20 @@ class Tool:
         name: as the table has it.
         is_slow: whether it is only asked if it is named: a run of all the
             others has to end within 20 minutes.
+        programs: what has to be on PATH.
     """
 
     name = ""
     is_slow = False
+    programs: Sequence[str] = ()
+
+    def missing_programs(self) -> list[str]:
+        """Return the programs of the tool that are not on PATH."""
+        return [program for program in self.programs
+                if shutil.which(program) is None]
 
     def version(self) -> str:
-        """Return the version of the tool."""
+        """Return the version of the tool; "" if it is not installed."""
         raise NotImplementedError
 
     def why_not(self, case: Case) -> str:
@@ -318,10 +325,9 @@ class PySpy(Tool):
     """
 
     name = "py-spy dump"
+    programs = ("py-spy",)
 
     def version(self) -> str:
-        if shutil.which("py-spy") is None:
-            return "not installed"
         done = subprocess.run(["py-spy", "--version"], text=True,
                               capture_output=True, check=False)
         return done.stdout.strip().removeprefix("py-spy ")
@@ -329,8 +335,6 @@ class PySpy(Tool):
     def why_not(self, case: Case) -> str:
         if case.group == SILENT:
             return "it shows stacks, not what a script computes"
-        if shutil.which("py-spy") is None:
-            return "py-spy is not installed"
         return ""
 
     def ask(self, case: Case, twin: Twin) -> ToolAnswer:
