@@ -15,6 +15,7 @@ test that hangs; it needs neither. A conftest.py names it in pytest_plugins.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -46,6 +47,9 @@ OWNER = "PYTEST_OWNER"  # a variable: the pytest that has started a process
 TIMEOUT = 1800  # seconds for each test: on a busy machine
 FILES_AT_ONCE = 3  # most tests wait for processes
 PATIENCE = 20  # seconds for what tests have started to end
+# Of Python's collector of garbage: the modules of torch are a million objects,
+# which it would look through for a tenth of a test process's time.
+GARBAGE_THRESHOLDS = (50_000, 20, 50)
 OF_THE_USER = (  # of the home folder: where packages are from, caches
     ".cache/matplotlib", ".cache/pip", ".cache/uv", ".config/pip")
 MARKERS = (
@@ -105,6 +109,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
+    gc.disable()  # while the tests' modules are imported
     if is_worker(config):
         return
     folder = make_temporary()
@@ -116,6 +121,18 @@ def pytest_configure(config: pytest.Config) -> None:
     cleanup.watch(os.getpid(), folder)
     if not config.option.basetemp:
         config.option.basetemp = f"{folder}/t"
+
+
+def pytest_collection_finish() -> None:
+    """Collect the garbage of the tests alone: what was imported stays."""
+    gc.freeze()
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Let Python end as always: Triton's library prints what is left."""
+    gc.unfreeze()
 
 
 def make_temporary() -> str:
