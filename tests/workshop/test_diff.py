@@ -303,6 +303,15 @@ def test_the_next_change_is_the_one_that_was_touched_last(look):
         assert f'<h3 id="ws-ddp-{number}"' in render.to_html(mine)
 
 
+def test_a_reset_to_the_start_of_a_lesson_begins_with_its_first_change(look):
+    """The lines of another stage that it replaces are no change's."""
+    std, fsdp = look(STD, "tp"), look(STAGES["fsdp"].solution.read_text(),
+                                      "tp")
+    for now, before in (fsdp, std), (std, fsdp):
+        now.go_on_from(before)
+        assert now.at == 1
+
+
 @pytest.mark.whole
 def test_an_instructor_asks_for_hints_in_one_place(tmp_path):
     """site.sh: a notebook's cell reads it, a shell has it from activate.sh."""

@@ -297,7 +297,12 @@ class Diff:
             for change in sorted(wanted & {*edits})]
 
     def go_on_from(self, before: Diff) -> None:
-        """Stay with the change that was touched since an earlier `Diff`."""
+        """Stay with the change that was touched since an earlier `Diff`.
+
+        A script that has become another stage is begun anew.
+        """
+        if before.other_stage() or self.other_stage():
+            return
         now, then = self.remaining_lines(), before.remaining_lines()
         touched = [number for number in now if now[number] != then.get(number)]
         made = [number for number in then if number not in now]
