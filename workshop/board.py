@@ -173,7 +173,7 @@ class Board:
         if self.columns:
             shown = {**rows["FAIL"], **rows["warn"]}
             if rows["ok"]:
-                shown["all other questions" if shown else "all questions"] = {
+                shown[self.title_of_correct(rows)] = {
                     name: "ok" for verdicts in rows["ok"].values()
                     for name in verdicts}
             signs = {kind: sign for kind, (_, sign) in SIGNS.items()}
@@ -190,6 +190,20 @@ class Board:
                     "".join(diagnoses)
                     + (self.table(rows[verdict]) if rows[verdict] else "")))
         return "".join(out)
+
+    def title_of_correct(self, rows: Mapping[str, Mapping[str, Verdicts]]
+                         ) -> str:
+        """Return the title of the row for all questions that are correct.
+
+        rows: the questions, by their worst verdict. Those that follow from a
+        failure are folded below the table, so they are not among `all other`.
+        """
+        if rows["and"]:
+            count = len(rows["ok"])
+            return f"{count} other question{'' if count == 1 else 's'}"
+        if rows["FAIL"] or rows["warn"]:
+            return "all other questions"
+        return "all questions"
 
     def cause(self, text: str, why: str, hint: str) -> str:
         """Return HTML for the wrong change: a hint before the rest."""
