@@ -6,6 +6,7 @@ import pytest
 from conftest import copy_course, edit, python
 
 from backstage.files import show_path
+from workshop.check.command import make_others
 from workshop.diff import documents, passed_checks, render, working_copy
 from workshop.diff.diff import Diff
 from workshop.stages import STAGES
@@ -15,6 +16,8 @@ STD, DDP, LIT = (STAGES[stage].solution.read_text()
 OWN = edit(DDP, ("import math\n", "import math\n\nprint('mine')\n"))
 STYLE = edit(DDP, ('local_rank = int(os.environ["LOCAL_RANK"])',
                    'local_rank = int(os.environ.get("LOCAL_RANK"))'))
+# the change in which STYLE differs from DDP
+OWN_CHANGE = Diff("ddp", data=STYLE.encode()).remaining[0].number
 
 
 @pytest.fixture
@@ -91,9 +94,9 @@ def test_the_diff_of_a_checked_script_says_that_it_is_right(script):
     left = edit(STYLE, ('Run("ddp"', 'Run("std"'))
     diffs = [Diff("ddp", data=text.encode()) for text in (STYLE, left)]
     (own, *_), (_, other) = (diff.remaining for diff in diffs)
-    passes(script, STYLE, f"ddp {own.number}")
-    passes(script, edit(DDP, ('Run("ddp"', 'Run("std"')),
-           f"ddp {other.number}")
+    passed_checks.record_change("ddp", own.number, STYLE.encode())
+    passed_checks.record_change("ddp", other.number, edit(
+        DDP, ('Run("ddp"', 'Run("std"')).encode())
     script.write_text(left)
     said, page = shown()
     assert "train_gpt2.py: 1 of " in said
@@ -103,6 +106,22 @@ def test_the_diff_of_a_checked_script_says_that_it_is_right(script):
     said, _ = shown()
     assert said.startswith(f"Done: all {len(documents.load_changes('ddp'))}")
     assert words not in said
+
+
+def test_a_change_that_was_right_alone_stays_right_without_comments(script):
+    """Those of other changes, which are made later, by hand."""
+    own = edit(DDP, ("# a microbatch on every rank\n", "\n"))
+    assert own != DDP
+    passed_checks.record_change("ddp", OWN_CHANGE, STYLE.encode())
+    text = edit(own, ('local_rank = int(os.environ["LOCAL_RANK"])',
+                      'local_rank = int(os.environ.get("LOCAL_RANK"))'))
+    script.write_text(text)
+    diff, said = Diff("ddp", script), []
+    (right,) = working_copy.changes_passed(diff)
+    assert right.number == OWN_CHANGE
+    # so it is not the next one
+    assert make_others(diff, "next", said.append) is None
+    assert "no change is left" in said[0]
 
 
 # ----------------------------------------------------------- the batch files

@@ -26,6 +26,7 @@ from workshop.check.lines import lines_as_in
 from workshop.diff import backups, passed_checks
 from workshop.diff.diff import Diff, Script
 from workshop.diff.render import next_command
+from workshop.diff.working_copy import changes_passed
 from workshop.instructor import classroom
 from workshop.jobs.mpirun import require_mpirun
 from workshop.jobs.originals import require_originals
@@ -119,7 +120,7 @@ def check_script(stage: str, script: str | Path = WORKING_COPY,
     if one is None:
         note_whole_check(stage, data, report)
     elif report.ok and not report.warnings:  # else it would count as made
-        passed_checks.record(f"{stage} {one.number}", data)
+        passed_checks.record_change(stage, one.number, data)
     return report
 
 
@@ -157,13 +158,15 @@ def make_others(diff: Diff, change: ChangeNumber, say: Callable[[str], None]
 
     Returns:
         The one that stays as it is, or None if the first that is left was
-        asked for, and none is.
+        asked for, and none is: one that has passed is not left.
 
     Raises:
         UserError: there is no such change, or the others cannot be made.
     """
     if change == "next":
-        numbers = [item.number for item in diff.remaining if item.number]
+        right = changes_passed(diff)
+        numbers = [item.number for item in diff.remaining
+                   if item.number and item not in right]
         if not numbers:
             say("Done: no change is left. `python -m workshop check "
                 f"{diff.stage}` checks them all.")

@@ -5,11 +5,13 @@ A small file next to the working copy holds a hash of each of them:
     {"<stage>": {"<SHA-256 of the script>": "2026-12-31 23:59:59"}}
 
 A change that was tried alone is a stage of its own here, "<stage> <number>":
-with all others made, its script says nothing of them.
+with all others made, its script says nothing of them. Its hash is that of the
+code without comments, since those of other changes may be the attendee's own.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import time
@@ -46,6 +48,27 @@ def record(stage: str, data: bytes) -> None:
 def has_passed(stage: str, data: bytes) -> bool:
     """Whether the script with these bytes has passed for the stage."""
     return digest(data) in read_passed().get(stage, {})
+
+
+def record_change(stage: str, number: int, data: bytes) -> None:
+    """Remember that a change has passed, in a script with all others made."""
+    record(f"{stage} {number}", code_of(data))
+
+
+def has_change_passed(stage: str, number: int, data: bytes) -> bool:
+    """Whether the change has passed, in a script with all others made."""
+    return has_passed(f"{stage} {number}", code_of(data))
+
+
+def code_of(data: bytes) -> bytes:
+    """Return the code of a script, without its comments and their layout.
+
+    Returns the bytes as they are if they are no Python.
+    """
+    try:
+        return ast.dump(ast.parse(data)).encode()
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return data
 
 
 def last_passed(stage: str) -> str | None:

@@ -47,8 +47,9 @@ def changes_passed(diff: Diff) -> list[RemainingChange]:
         return diff.remaining
     numbers = {item.number for item in diff.remaining}
     return [item for item in diff.remaining
-            if diff.own_lines({item.number}) and passed_checks.has_passed(
-                f"{diff.stage} {item.number}",
+            if diff.own_lines({item.number})
+            and passed_checks.has_change_passed(
+                diff.stage, item.number,
                 diff.apply(numbers - {item.number}).encode())]
 
 
