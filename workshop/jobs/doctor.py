@@ -281,8 +281,8 @@ def ask_slurm() -> str:
             f"SLURM does not answer ({answer}); fix: work without SLURM, "
             "which the lessons do not need: in a terminal, `python -m "
             f"workshop launch {suggest_stage()} -- --preset tiny` starts the "
-            "script, and `python -m workshop cluster up` a SLURM on this "
-            "machine")
+            "script, and `python -m workshop cluster up` starts a SLURM on "
+            "this machine")
     names = [f"{name}={value}" for name, value in sorted(os.environ.items())
              if name.startswith(("SBATCH_", "SALLOC_", "SLURM_"))
              and name.endswith(("_ACCOUNT", "_PARTITION", "_QOS",
