@@ -177,10 +177,12 @@ def measure(name, device, size, record):
     """Train a row; returns it, a dictionary."""
     plain = next((row for row in PLAIN if row in record["rows"] and [
         *STEPS].index(row) < [*STEPS].index(name)), None)
-    print(f"{STEPS[name].what}: it starts"
-          + f", and trains in turns with {plain}" * bool(plain)
-          + "; this takes half a minute, or some minutes on a busy machine",
-          flush=True)
+    beginning = f"{STEPS[name].what}: it starts"
+    if plain:
+        beginning += f", and trains in turns with {plain}"
+    # a line each: a notebook would need to be scrolled sideways for one
+    print(f"{beginning}.\nThis takes half a minute, or some minutes on a busy "
+          "machine.", flush=True)
     found = train([name, plain] if plain else [name], device, size)
     run, parts = found[name]
     seconds = run.seconds

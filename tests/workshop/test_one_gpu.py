@@ -161,8 +161,11 @@ def test_the_table_grows(tmp_path, monkeypatch, capsys):
         len(plain.rows) == len(other.rows) == 24) / 2)
     capsys.readouterr()
     record = one_gpu.add("padded", CPU, SMALL, file)
-    assert capsys.readouterr().out.startswith(
-        "vocabulary padded: it starts, and trains in turns with fp32; ")
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == (
+        "vocabulary padded: it starts, and trains in turns with fp32.")
+    assert second.startswith("This takes half a minute")
+    assert max(map(len, (first, second))) <= 72  # on half a laptop's screen
     padded = record["rows"].pop("padded")
     assert padded["seconds"] == rows["fp32"]["seconds"] / 2
     said = one_gpu.table(record)
