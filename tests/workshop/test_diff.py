@@ -180,6 +180,16 @@ def test_a_slip_in_a_change_is_that_change(look, old, new):
     assert look(diff.apply([number])).remaining == look(text).remaining
 
 
+def test_the_end_of_a_statement_that_resembles_nothing_is_no_own_line(look):
+    """It closes a bracket of the lines before it, which are the change's."""
+    end = "                     rank, world_size)\n"
+    for text in (DDP, look(STD).apply([made_by("shards, B, T, rank,")])):
+        before = look(text)
+        diff = look(edit(text, (end, "                     0, 1)\n")))
+        left, = {*numbers(diff)} - {*numbers(before)}
+        assert not diff.other_changes and diff.apply([left]) == text
+
+
 def test_what_is_left_of_a_change_that_is_half_made(look):
     diff = look(edit(STD, ("import time\n", "import os\nimport time\n")))
     assert numbers(diff) == list(range(1, COUNT + 1))

@@ -329,6 +329,7 @@ class Diff:
             parts = self._runs(yours[i1:i2], j1, j2)
             ends = [i1 + end for end in distribute(
                 yours[i1:i2], [texts for *_, texts in parts])]
+            ends = join_statements(yours[i1:i2], i1, ends)
             begins = [i1, *ends]
             for k, (change, begin, end, _) in enumerate(parts):
                 a, b = yours[begins[k]:ends[k]], goal[begin:end]
@@ -417,6 +418,38 @@ class Diff:
         return sorted(i for it in self.remaining if it.number in numbers
                       for i1, i2, *_ in it.edits for i in range(i1, i2)
                       if self.script.lines[i].strip() not in {"", *known})
+
+
+def join_statements(lines: list[str], i1: int, ends: list[int]) -> list[int]:
+    """Return where the parts end, with no part of a statement by itself.
+
+    The first and the last part are no change's. If their lines open or close
+    a bracket of others, such as `0, 1)`, they replace lines of the change
+    beside them, although they do not resemble them.
+
+    Args:
+        lines: the script's lines of all parts.
+        i1: the number of the first of them.
+        ends: where each part ends.
+    """
+    if len(ends) < 3:
+        return ends
+    first, *middle, last = ends
+    if not has_matching_brackets(lines[:first - i1]):
+        first = i1
+    if not has_matching_brackets(lines[middle[-1] - i1:]):
+        middle[-1] = last
+    return [first, *middle, last]
+
+
+def has_matching_brackets(lines: list[str]) -> bool:
+    """Whether each bracket that opens there closes there, and vice versa."""
+    depth = 0
+    for bracket in re.findall(r"[][(){}]", STRINGS.sub("", "\n".join(lines))):
+        depth += 1 if bracket in "([{" else -1
+        if depth < 0:
+            return False
+    return depth == 0
 
 
 def distribute(lines: list[str],
