@@ -15,6 +15,7 @@ import _thread
 import contextlib
 import html
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Union
 
 from course_messages import (
@@ -66,6 +67,9 @@ esac
 [ -x "$venv/bin/python" ] || exit 77
 exec "$venv/bin/python" "$@"
 """
+
+# What setup.sh says while a cell waits for it: it unpacks, or another does.
+PROGRESS = re.compile(r"^activate\.sh: ((?:unpacking|waiting for) .*)\n", re.M)
 
 # So many times the stop button asks a call to end; then it ends the process.
 INTERRUPTS = 2
@@ -121,6 +125,7 @@ class CourseProcess:
         self.lock = threading.Lock()
         self.is_collecting = True  # a thread waits for events
         self.errors = tempfile.TemporaryFile()
+        self.lines_shown = 0  # of those that PROGRESS finds there
         # in a session of its own: the kernel's stop button ends no view
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=make_variables(), stdin=subprocess.PIPE,
@@ -163,13 +168,15 @@ class CourseProcess:
     def wait_until_ready(self) -> bool:
         """Wait until it says what it can do; returns whether it does.
 
-        A package may print something before that.
+        A package may print something before that. An archive of the
+        environment takes a minute to unpack, and the cell says so.
         """
         with stop_button(self.events):
-            event = self.events.get()
+            event = self.next_event_of_start()
             while isinstance(event, Printed):
                 publish(event)
-                event = self.events.get()
+                event = self.next_event_of_start()
+        self.show_progress()
         if isinstance(event, Stopped):
             self.kill()
             raise NotStarted("interrupted")
@@ -179,6 +186,24 @@ class CourseProcess:
         self.docs = event.docs
         self.release()
         return True
+
+    def next_event_of_start(self) -> Event:
+        """Wait for an event, and meanwhile show what setup.sh says."""
+        while True:
+            try:
+                return self.events.get(timeout=0.5)
+            except Empty:
+                self.show_progress()
+
+    def show_progress(self) -> None:
+        """Print what setup.sh has said since the last time."""
+        file = self.errors.fileno()
+        # not `read`: the process writes where this one has read to
+        written = os.pread(file, os.fstat(file).st_size, 0)
+        lines = PROGRESS.findall(written.decode("utf-8", "replace"))
+        for line in lines[self.lines_shown:]:
+            publish(Printed(f"{line}\n"))
+        self.lines_shown = len(lines)
 
     def last_error(self) -> str:
         """Return the last line of what the process wrote as its errors."""

@@ -64,6 +64,14 @@ print(encode(Cells({"prefix": sys.prefix})), flush=True)'''
 print(course_process.start().docs["prefix"])"""
 
 
+def in_a_kernel(node):
+    """What is printed by a kernel that finds the course's Python."""
+    return subprocess.run(
+        ["python3", "-c", KERNEL], cwd=node.repo / "notebooks",
+        capture_output=True, text=True, check=True,
+        env=environment(node.repo, TMPDIR=str(node.disk))).stdout
+
+
 def test_it_is_unpacked_once(archives, node):
     """And a kernel that is not ours finds it."""
     archive = archives / "venv.tar"
@@ -77,14 +85,14 @@ def test_it_is_unpacked_once(archives, node):
     out, err = node(archive, "echo $VIRTUAL_ENV",
                     WORKSHOP_INSTALL="no")  # as in a job
     assert out.endswith(f"status=0\n{place}\n") and not err
-    out = subprocess.run(
-        ["python3", "-c", KERNEL], cwd=node.repo / "notebooks",
-        capture_output=True, text=True, check=True,
-        env=environment(node.repo, TMPDIR=str(node.disk))).stdout
-    assert out == f"{place}\n"
+    assert in_a_kernel(node) == f"{place}\n"
     os.utime(archive, (1, 1))  # another version
     assert node(archive)[1].count("unpacking") == 1
     assert len(node.left()) == 2
+    os.utime(archive, (10**8, 10**8))  # and in a kernel the cell says so, too
+    said, _, third = in_a_kernel(node).partition("\n")
+    assert said.startswith(f"unpacking {archive} into {third.strip()} (a min")
+    assert len(node.left()) == 3
 
 
 def test_two_shells_at_once(archives, node):
