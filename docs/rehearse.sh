@@ -15,8 +15,9 @@ export WORKSHOP_VENV="${VIRTUAL_ENV:?is not set; fix: source activate.sh}"
 unset WORKSHOP_INSTALL PYTHONPATH
 flags=${*:---max-steps 100} folder=$(mktemp -d "$PWD/.rehearsal-XXXXXX")
 trap 'kill %1; wait; rm -rf "$folder"; exit 1' INT TERM HUP
-trust=(-c 'safe.directory=*') # another user's clone: we run its code already
-git "${trust[@]}" clone -q --upload-pack "git ${trust[*]@Q} upload-pack" \
+# another user's clone: we run its code already
+git -c 'safe.directory=*' clone -q \
+    --upload-pack "git -c 'safe.directory=*' upload-pack" \
     "$course" "$folder/gpt2-workshop"
 cd "$folder/gpt2-workshop" && tool="python -m workshop"
 [ ! -e "$course/site.sh" ] || cp "$course/site.sh" .
