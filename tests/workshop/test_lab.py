@@ -454,7 +454,10 @@ def test_the_editor_follows_the_script(page, lab, repo):
 
 
 def test_a_view_that_comes_late_lives(page, lab, repo):
-    """In a cell that has had one, though the machine was busy for so long."""
+    """In a cell that has had one, though the machine was busy for so long.
+
+    If the notebook is closed and opened again, it is dead at once.
+    """
     shutil.copy(STAGES["ddp"].solution, repo / "code/train_gpt2.py")
     file = repo / "workshop" / "notebook" / "following.py"
     shown = "output = frontend.LiveOutput(alive(shown).bundle())"
@@ -466,6 +469,20 @@ def test_a_view_that_comes_late_lives(page, lab, repo):
     lesson = Lesson(page, lab(repo, all_cells=True), "diff_lit")
     lesson.run('diff("lit")')
     dead = page.get_by_text("does not follow your script any more")
+    lesson.expect(dead).to_be_hidden()
+    page.keyboard.press("Control+s")
+    tab = page.locator("#jp-main-dock-panel .lm-TabBar-tab",
+                       has_text="diff_lit")
+    lesson.expect(tab).not_to_have_class(re.compile("jp-mod-dirty"))
+    tab.locator(".lm-TabBar-tabCloseIcon").click()
+    page.locator('.lm-TabBar-tab[data-id="filebrowser"]').click()
+    files = page.locator(".jp-FileBrowser")
+    files.locator(".jp-BreadCrumbs-home").click()
+    for name in ("notebooks", "diff_lit.ipynb"):
+        files.locator(".jp-DirListing-item", has_text=name).dblclick()
+    lesson.expect(dead).to_be_visible()
+    lesson.wait_for_kernel()
+    lesson.run('diff("lit")')
     lesson.expect(dead).to_be_hidden()
     page.wait_for_timeout(1500)  # its file has been read
     (repo / "busy").touch()

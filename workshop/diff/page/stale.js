@@ -3,13 +3,22 @@
 // time into a file again and again. A view is dead if that stands still, if it
 // is older than this page (reloaded, or a second tab), or if it was old when
 // its cell saw it first (closed, and opened again). A cell that has had a live
-// view is the same since then: what it shows has just come, however late.
+// view is the same since then: what it shows has just come, however late. A view
+// is also dead if the page has shown it in another cell before: the notebook was
+// closed and opened again, or the cell was moved.
 ((script, path, born) => {
   const line = script.previousElementSibling, begin = performance.now();
   const page = document.getElementById("jupyter-config-data");
-  if (!page || !script.closest(".jp-Cell")) return;
+  const cell = script.closest(".jp-Cell");
+  if (!page || !cell) return;
   const url = JSON.parse(page.textContent).baseUrl + "api/contents/" + path;
-  const fresh = script.closest(".jp-Cell").fresh ??= {};
+  const fresh = cell.fresh ??= {};
+  const panel = cell.closest(".jp-NotebookPanel")?.id;
+  const first = (window.workshopViews ??= {})[born] ??= {
+    cell: new WeakRef(cell), panel};
+  if (first.cell.deref() !== cell && (
+    first.panel === panel || !document.getElementById(first.panel)))
+    fresh[born] = false;  // what is shown here has been read from a file
   let now = 0, changed = begin, times = 0;
   const look = async () => {
     if (!line.closest(".jp-Cell")) return;  // there is a newer view
