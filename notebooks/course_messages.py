@@ -18,6 +18,11 @@ Bundle = dict[str, str]
 # The type by which docs/rehearse.sh finds what failed in a notebook.
 COMPLAINT = "application/x-workshop-complaint"
 
+# What follows a function's name if an argument is neither: often all or next
+# without quotes, which are functions of Python's.
+ARGUMENTS_FIX = ('takes texts and numbers; fix: write a text in quotes, such '
+                 'as "all" or "next"')
+
 # What the server's process exits with if it is not the course's Python.
 NOT_THE_COURSES_PYTHON = 77
 

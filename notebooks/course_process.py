@@ -28,6 +28,7 @@ from queue import Empty, SimpleQueue
 from typing import Union
 
 from course_messages import (
+    ARGUMENTS_FIX,
     COMPLAINT,
     NOT_THE_COURSES_PYTHON,
     Answer,
@@ -354,7 +355,7 @@ def call(name: str, *arguments: object, **options: object) -> Shown | None:
         try:
             encode(request)
         except (RecursionError, ValueError):
-            return complaint(f"{name}() takes texts and numbers")
+            return complaint(f"{name}() {ARGUMENTS_FIX}")
         return process.call(request)
     except NotStarted as error:
         return complaint(str(error))

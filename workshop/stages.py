@@ -81,6 +81,12 @@ def find_stage(name: str) -> Stage:
     return STAGES[name]
 
 
+def require_lesson(stage: str) -> None:
+    """Raise a `UserError` unless a lesson makes this stage."""
+    require(stage in LESSONS, f"no lesson leads to a stage {stage}; fix: "
+            f"choose from {', '.join(LESSONS)}")
+
+
 def require_writable(folder: Path = ROOT) -> None:
     """Raise a `UserError` in a read-only clone."""
     require(os.access(folder, os.W_OK | os.X_OK), f"{folder} cannot be "

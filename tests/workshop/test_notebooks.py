@@ -786,7 +786,8 @@ def test_a_message_in_a_cell_names_what_one_can_call_there():
     "beside('../../x')", "bills('x')", "bills(-1)", "bills(float('nan'))",
     "cadence(3)", "compare('std')", "compare('std', 'no')", "experiment()",
     "plot(b'x')", "reset(5)", "runs(3)", "train('a\\0b')", "plant('x')",
-    "check('\\ud800')", "verify('un\"closed')", "verify(None)",
+    "check('\\ud800')", "check('no')", "check('ddp', 'nxt')",
+    "check('ddp', -1)", "verify('un\"closed')", "verify(None)",
     "magics.ranks('²', '')", "magics.ranks('9', '')", "magics.mpi('2 x', '')",
     "magics.ranks('2 3 4', '')", f"magics.mpi('2 {'9' * 5000}', '')"])
 def test_a_cell_with_a_wrong_argument_says_so_in_a_line(call, capsys):

@@ -39,7 +39,8 @@ def number_or_next(text: str) -> ChangeNumber:
     if text == "next":
         return "next"
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is no number, nor next")
+        raise argparse.ArgumentTypeError(
+            f"{text} is neither a number nor next")
     return int(text)
 
 

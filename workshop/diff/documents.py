@@ -33,9 +33,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from backstage.errors import require
 from backstage.files import show_path
-from workshop.stages import LESSONS, STAGES
+from workshop.stages import STAGES, require_lesson
 
 # its kind, its rows, and its end, where it has one
 BLOCK = re.compile(r"^```(.*)\n((?:(?!```).*\n)*)(```$)?", re.M)
@@ -69,8 +68,7 @@ class Change:
 
 def load_changes(stage: str) -> list[Change]:
     """The `Change`s that make the stage, in the order they are taught."""
-    require(stage in LESSONS, f"no lesson leads to a stage {stage}; fix: "
-            f"choose from {', '.join(LESSONS)}")
+    require_lesson(stage)
     path = STAGES[stage].lesson
     return parse_changes(path.read_text("utf-8"), show_path(path))
 

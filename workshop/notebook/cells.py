@@ -50,7 +50,7 @@ from workshop.notebook.planted_fault import plant, unplant, why  # noqa: F401
 from workshop.results import arithmetic
 from workshop.results import runs as results
 from workshop.results.limit import scaling_limits
-from workshop.stages import LESSONS, WORKING_COPY, find_stage
+from workshop.stages import WORKING_COPY, find_stage, require_lesson
 from workshop.why import measured_speeds
 
 # ------------------------------------------------------------ every lesson
@@ -109,6 +109,10 @@ def check(stage, change=None):
     change, to try it alone, as it is in your script, with all others made;
     or "next", the first that is left.
     """
+    require_lesson(stage)
+    require(change in (None, "next") or str(change).isdecimal(),
+            'the change is neither a number nor "next"; fix: write '
+            f'check("{stage}", 3) or check("{stage}", "next")')
     exported_variables()
     seen, script = following.saved_state(), read_working_script()
     board, show = on_board("-m", "workshop", "check", "--events", stage,
@@ -170,8 +174,7 @@ def read_working_script():
 @in_one_line
 def beside(stage):
     """Links: to the script, and to a workspace that puts it beside this."""
-    require(stage in LESSONS, f"no lesson leads to a stage {stage}; fix: "
-            f"choose from {', '.join(LESSONS)}")
+    require_lesson(stage)
     path = show_path(WORKING_COPY)
     lines = [f'<a href="../{path}">{path}</a>: opens your script in a tab '
              "(drag the tab to the left)"]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from backstage.errors import UserError, require
-from notebooks.course_messages import COMPLAINT
+from notebooks.course_messages import ARGUMENTS_FIX, COMPLAINT
 from workshop.diff import page
 from workshop.html import paragraph, scrolling
 from workshop.jobs import interpreter
@@ -144,7 +144,7 @@ def in_one_line(function: Callable[..., Any]) -> Callable[..., Any]:
             for value in (*args, *options.values()):
                 require(isinstance(value, ARGUMENT_TYPES) and not re.search(
                     "[\0\ud800-\udfff]", str(value)),
-                    f"{function.__name__}() takes texts and numbers")
+                    f"{function.__name__}() {ARGUMENTS_FIX}")
             try:
                 takes.bind(*args, **options)
             except TypeError as error:
