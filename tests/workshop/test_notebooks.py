@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from html import unescape
 from itertools import chain, pairwise, repeat
 from threading import Event
@@ -541,6 +542,14 @@ def test_cells_of_ranks_share_an_interpreter_but_no_names(monkeypatch):
     assert warm.process.pid == first
     last, _ = run("print(")
     assert last["error"].startswith("line 1 of this cell: ")
+    begin = time.monotonic()
+    run("""import sys
+from torch.nn.parallel import DistributedDataParallel
+sys.setswitchinterval(100)  # gloo's thread waits for the GIL
+model = DistributedDataParallel(torch.nn.Linear(500, 500))
+model(torch.randn(100, 500)).mean().backward()
+dist.all_reduce(torch.ones(1))""")
+    assert time.monotonic() - begin < 60  # it is killed after 120
     warm.process.kill()
     warm.process.wait()
     warm.start()  # another one
