@@ -24,7 +24,6 @@ The cell's code can use `torch`, `dist`, `time`, `rank`, `world_size`, and
 
 from __future__ import annotations
 
-import atexit
 import datetime
 import json
 import linecache
@@ -50,6 +49,10 @@ from workshop.jobs.mpirun import Mpirun
 PRELOADED = ["torch", "torch.distributed", "notebooks.experiments.overlap",
              "notebooks.experiments.pipelines",
              "notebooks.experiments.sharding"]
+# Process groups that are kept until their process has ended. DDP may own one
+# last: its destructor holds the GIL while it waits for gloo's thread, which
+# may wait for the GIL.
+kept_groups: list[Any] = []
 
 
 def main() -> None:
@@ -176,10 +179,7 @@ def run_cell(cell: str, folder: str, seconds: str,
               if reason else f"line {lines[-1]}: {type(error).__name__}")
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
     if not mpirun:
-        # DDP may own the group last. Its destructor holds the GIL while it
-        # waits for gloo's thread, which may wait for the GIL: this reference
-        # is there until the process has ended.
-        atexit.register(id, dist.group.WORLD)
+        kept_groups.append(dist.group.WORLD)
         dist.destroy_process_group()
     elif failed:  # the others would wait for this rank
         sys.stdout.flush()
