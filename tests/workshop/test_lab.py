@@ -188,8 +188,9 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     page.keyboard.press("Control+s")
     wait_for(lambda: "changes left" in notebook.read_text(), 60)
     assert "codemirror_mode" in git(repo, "diff", "notebooks")
-    subprocess.run(["bash", "-c", "unset WORKSHOP_INSTALL; source activate.sh"],
-                   cwd=repo, check=True)
+    subprocess.run(
+        ["bash", "-c", "unset WORKSHOP_INSTALL; source activate.sh"],
+        cwd=repo, check=True)
     assert git(repo, "diff", "notebooks") == ""
     assert view.locator("pre.code:visible").count() == 1
     assert page.locator(".ws .strip > *").count() == total
