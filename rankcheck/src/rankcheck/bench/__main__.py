@@ -135,7 +135,8 @@ def rescore(row: ResultRow, case: Case) -> ResultRow:
 
 
 def main() -> None:
-    """Exit with 0 if all tools were asked, else with 2."""
+    """Exit with 0 if all that are named or installed were asked, else with 2.
+    """
     # as Ctrl-C: the jobs that it has started are ended
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     exit_with(lambda: run(sys.argv[1:]))

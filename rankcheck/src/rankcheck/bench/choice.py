@@ -44,12 +44,12 @@ def choose_installed(names: Sequence[str]) -> list[Tool]:
     Raises:
         UserError: if there is no such tool, or if it is not installed.
     """
-    chosen = choose_tools(names)
-    installed = [tool for tool in chosen if not tool.missing_programs()]
-    for tool in chosen:
-        if tool in installed:
-            continue
+    installed = []
+    for tool in choose_tools(names):
         missing = " and ".join(tool.missing_programs())
+        if not missing:
+            installed.append(tool)
+            continue
         if names:
             raise UserError(f"{tool.name} is not installed; fix: put "
                             f"{missing} on PATH")
