@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankcheck.engine import report
-from rankcheck.engine.findings import LABELS
+from rankcheck.engine.findings import LABELS, count_of
 from workshop.html import (
     TERMINAL_BLUE,
     TERMINAL_ORANGE,
@@ -199,8 +199,7 @@ class Board:
         failure are folded below the table, so they are not among `all other`.
         """
         if rows["and"]:
-            count = len(rows["ok"])
-            return f"{count} other question{'' if count == 1 else 's'}"
+            return count_of(len(rows["ok"]), "other question")
         if rows["FAIL"] or rows["warn"]:
             return "all other questions"
         return "all questions"
