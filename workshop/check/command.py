@@ -176,7 +176,7 @@ def make_others(diff: Diff, change: ChangeNumber, say: Callable[[str], None]
     else:
         number = change
     diff.require_change(number)
-    require(not diff.other_stage(), next_command(diff))
+    require(not diff.other_stage, next_command(diff))
     items = [item for item in diff.remaining if item.number == number]
     if not items:
         say(f"Change {number} is made as in the lesson.")

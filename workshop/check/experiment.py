@@ -324,7 +324,7 @@ def name_faulty_changes(bench: Bench, out: Quiet, outcome: Outcome,
             STAGES[stage].solution.read_text("utf-8")).encode())
     except (UnicodeDecodeError, UserError, tokenize.TokenError):
         return  # it cannot be compared
-    if 2 * len(diff.remaining) > diff.total or mine.other_stage():
+    if 2 * len(diff.remaining) > diff.total or mine.other_stage:
         left = f"{len(diff.remaining)} of {diff.total} changes are left"
         out.say(f"           {left}. {next_command(mine)}")
         out.report(cause=[left, next_command(mine), ""])

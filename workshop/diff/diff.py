@@ -301,7 +301,7 @@ class Diff:
 
         A script that has become another stage is begun anew.
         """
-        if before.other_stage() or self.other_stage():
+        if before.other_stage or self.other_stage:
             return
         now, then = self.remaining_lines(), before.remaining_lines()
         touched = [number for number in now if now[number] != then.get(number)]
@@ -401,6 +401,7 @@ class Diff:
             raw[i1:i2] = [line + ending for line in self.goal.lines[j1:j2]]
         return "".join(raw)
 
+    @cached_property
     def other_stage(self) -> str:
         """The stage that the script is, if the lesson is not about it, or "".
 

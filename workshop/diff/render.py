@@ -77,7 +77,7 @@ def next_command(diff: Diff) -> str:
         if right or diff.other_changes:
             return "It passed the check: your differences may stay."
         return "It passed the check, too."
-    other = diff.other_stage() if left else ""
+    other = diff.other_stage if left else ""
     if other:
         start = find_stage(stage).after
         return (f"This is the stage {other}, but the lesson starts from "
