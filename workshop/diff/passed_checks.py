@@ -11,7 +11,6 @@ code without comments, since those of other changes may be the attendee's own.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import time
@@ -20,6 +19,7 @@ from backstage.errors import UserError, warn
 from backstage.files import show_path, write_atomically
 from rankcheck.system.errors import read_regular
 from workshop.diff.backups import lock_working_copy
+from workshop.diff.diff import Script
 from workshop.stages import WORKING_COPY
 
 PASSED_FILE = WORKING_COPY.with_name(".checked.json")
@@ -65,10 +65,8 @@ def code_of(data: bytes) -> bytes:
 
     Returns the bytes as they are if they are no Python.
     """
-    try:
-        return ast.dump(ast.parse(data)).encode()
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return data
+    tree = Script(WORKING_COPY, data).tree
+    return data if tree is None else tree.encode()
 
 
 def last_passed(stage: str) -> str | None:
