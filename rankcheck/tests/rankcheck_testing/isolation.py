@@ -23,7 +23,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,6 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
-    gc.disable()  # while the tests' modules are imported
     if is_worker(config):
         return
     folder = make_temporary()
@@ -123,11 +122,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.basetemp = f"{folder}/t"
 
 
-def pytest_collection_finish() -> None:
-    """Collect the garbage of the tests alone: what was imported stays."""
-    gc.freeze()
-    gc.set_threshold(*GARBAGE_THRESHOLDS)
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect the garbage of the tests alone: what they import stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(*GARBAGE_THRESHOLDS)
+        gc.enable()
 
 
 def pytest_unconfigure() -> None:
