@@ -49,9 +49,9 @@ from workshop.jobs.mpirun import Mpirun
 PRELOADED = ["torch", "torch.distributed", "notebooks.experiments.overlap",
              "notebooks.experiments.pipelines",
              "notebooks.experiments.sharding"]
-# Process groups that are kept until their process has ended. DDP may own one
-# last: its destructor holds the GIL while it waits for gloo's thread, which
-# may wait for the GIL.
+# Process groups that outlive the models of a cell. If DDP held the last
+# reference to one, its destructor would keep the GIL while it waits for gloo's
+# thread, which may itself wait for the GIL.
 kept_groups: list[Any] = []
 
 
