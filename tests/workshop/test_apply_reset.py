@@ -98,6 +98,15 @@ def test_apply_leaves_alone_what_it_would_break(repo):
     workshop(repo, "apply", "ddp", str(somewhere_else))
 
 
+@pytest.mark.parametrize("words", [("1", "3"), ("--all",)])
+def test_apply_leaves_another_stage_alone(repo, words):
+    """The lesson's lines would make it neither of the two."""
+    assert "the stage std, but the lesson starts from ddp" in workshop(
+        repo, "apply", "lit", *words, status=1)
+    assert script(repo).read_bytes() == solution(repo, "std")
+    assert not backups(repo)
+
+
 def test_apply_keeps_a_syntax_error_line_ends_and_permissions(repo):
     for old, new in ((b"class MLP(nn.Module):", b"class MLP(nn.Module:"),
                      (b"\n", b"\r\n")):
@@ -354,6 +363,7 @@ def test_a_wrong_word_is_one_line(repo):
             (("dif", "ddp"), "no such command: dif"),
             (("check", "std"), "invalid choice: 'std'"),
             (("apply", "ddp"), "give their numbers, or --all"),
+            (("apply", "ddp", "1", "--all"), "or --all alone"),
             (("apply", "ddp", str(N + 1)), f"no such change: {N + 1}"),
             (("apply", "ddp", "x"), "invalid int value: 'x'"),
             (("launch", "ddp", "--preset", "tiny"),

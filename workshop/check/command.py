@@ -25,7 +25,6 @@ from workshop.check import localise
 from workshop.check.lines import lines_as_in
 from workshop.diff import backups, passed_checks
 from workshop.diff.diff import Diff, Script
-from workshop.diff.render import next_command
 from workshop.diff.working_copy import changes_passed
 from workshop.instructor import classroom
 from workshop.jobs.mpirun import require_mpirun
@@ -176,7 +175,7 @@ def make_others(diff: Diff, change: ChangeNumber, say: Callable[[str], None]
     else:
         number = change
     diff.require_change(number)
-    require(not diff.other_stage, next_command(diff))
+    require(not diff.other_stage, diff.advice_to_reset)
     items = [item for item in diff.remaining if item.number == number]
     if not items:
         say(f"Change {number} is made as in the lesson.")

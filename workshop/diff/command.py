@@ -56,8 +56,10 @@ def add_apply(parser: argparse.ArgumentParser) -> None:
 
 
 def apply(args: argparse.Namespace) -> None:
-    require(args.all != bool(args.numbers), "no changes are named; fix: give "
-            "their numbers, or --all: see python -m workshop apply --help")
+    require(args.all or args.numbers, "no changes are named; fix: give their "
+            "numbers, or --all: see python -m workshop apply --help")
+    require(not (args.all and args.numbers), "--all makes all changes that "
+            "are left; fix: give the numbers alone, or --all alone")
     require_originals()
     working_copy.apply_changes(args.stage, args.numbers)
 

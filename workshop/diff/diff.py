@@ -412,6 +412,16 @@ class Diff:
         count, name = nearest(self.script, stages)
         return "" if count > FEW_LINES or stages[name].path in here else name
 
+    @property
+    def advice_to_reset(self) -> str:
+        """What to do if the script is another stage, in one line; or ""."""
+        if not self.other_stage:
+            return ""
+        start = find_stage(self.stage).after
+        return (f"This is the stage {self.other_stage}, but the lesson starts "
+                f"from {start}; fix: `python -m workshop reset {start}`, "
+                "which backs yours up.")
+
     def own_lines(self, numbers: Collection[int]) -> list[int]:
         """The lines that `apply` removes and that are in neither stage."""
         known = {line.strip() for script in (self.lesson.start, self.goal)

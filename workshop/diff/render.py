@@ -77,12 +77,8 @@ def next_command(diff: Diff) -> str:
         if right or diff.other_changes:
             return "It passed the check: your differences may stay."
         return "It passed the check, too."
-    other = diff.other_stage if left else ""
-    if other:
-        start = find_stage(stage).after
-        return (f"This is the stage {other}, but the lesson starts from "
-                f"{start}; fix: `python -m workshop reset {start}`, which "
-                "backs yours up.")
+    if left and diff.other_stage:
+        return diff.advice_to_reset
     if left or diff.script.syntax_error:
         return "Change the script and save it (Ctrl+S, Cmd+S)."
     if right or diff.other_changes:

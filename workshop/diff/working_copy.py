@@ -58,11 +58,16 @@ def apply_changes(stage: str, numbers: Sequence[int] = ()) -> None:
     """Make changes of the lesson, by their numbers, or all that are left.
 
     Of all, those stay as they are that the check has found right.
+
+    Raises:
+        UserError: there is no such change, it conflicts with own edits, or
+            the script is another stage, which its lines do not fit.
     """
     diff = Diff(stage)
-    left = {item.number for item in diff.remaining}
     for number in numbers:
         diff.require_change(number)
+    require(not diff.other_stage, diff.advice_to_reset)
+    left = {item.number for item in diff.remaining}
     right = {item.number for item in changes_passed(diff)}
     chosen = left & set(numbers) if numbers else left - right
     if not chosen:
