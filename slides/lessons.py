@@ -18,7 +18,6 @@ from workshop.stages import LESSONS, STAGES
 PAGES = ROOT / "docs" / "lessons"
 WRITTEN = ("<!-- Written by `python -m slides --markdown` from "
            "workshop/lessons/{name}.md and solutions/: edit these. -->\n\n")
-ANCHORS = "and shows where it begins."
 DIFFS = "and shows its whole diff."
 PLACES = """\
 In a diff, `@@ line 40, main @@` means line 40 of the complete script, which is
@@ -51,9 +50,11 @@ def pages() -> dict[Path, str]:
 def page(stage: str) -> str:
     """Return a lesson's document with whole diffs instead of anchors."""
     document = STAGES[stage].lesson.read_text("utf-8")
-    require(ANCHORS in document,
-            f"lesson {stage}: its introduction does not say '{ANCHORS}'")
-    document = document.replace(ANCHORS, DIFFS)
+    anchors = documents.ANCHORS_SHOWN
+    require(anchors in document, f"lesson {stage}: its introduction does not "
+            f"say '{anchors}'; fix: add this to a sentence there, which the "
+            "lesson's page replaces")
+    document = document.replace(anchors, DIFFS)
     head, *changes = re.split(r"(?m)^(?=## \d+\. )", document)
     parts = [WRITTEN.format(name=stage), head, PLACES]
     for number, change in enumerate(changes, 1):

@@ -49,7 +49,8 @@ def test_the_readme_has_the_lines_of_each_stage():
     assert rows.pop("std") == ["", ""]
     for name in LESSONS:
         removed, added = slides.changed_lines(name)
-        assert rows.pop(name) == [STAGES[name].after, f"-{removed} +{added}"]
+        assert rows.pop(name, "no row") == [
+            STAGES[name].after, f"-{removed} +{added}"], f"README.md: {name}"
     assert not rows
 
 

@@ -1,8 +1,11 @@
 """The lessons: which change turns one stage into the next, and why.
 
 A lesson is a Markdown document, a chapter that can be read on its own. It
-begins with a title and an introduction. Then each change has a heading with
-its number, its reason in prose, and its anchors in a fenced block:
+begins with a title and an introduction, in which a sentence about the changes
+ends "and shows where it begins." (the lesson's page for the web, which
+`python -m slides --markdown` writes, has whole diffs, and says so there). Then
+each change has a heading with its number, its reason in prose, and its anchors
+in a fenced block:
 
     ## 3. Ask the launcher who this process is
 
@@ -39,6 +42,7 @@ from workshop.stages import STAGES, require_lesson
 # its kind, its rows, and its end, where it has one
 BLOCK = re.compile(r"^```(.*)\n((?:(?!```).*\n)*)(```$)?", re.M)
 PREDICT, CHECK_MARKS = "**Predict.** ", "**Predict and check.** "
+ANCHORS_SHOWN = "and shows where it begins."
 ANSWER_MARKS, HINT = "**Answer.** ", "**Hint.** "
 
 
