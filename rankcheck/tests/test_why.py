@@ -28,6 +28,7 @@ from rankcheck.why.judge import FAULT_QUESTIONS, diagnose, find_latest_rank
 from rankcheck.why.ranks import Rank
 from rankcheck.why.watcher import START_MARK
 from rankcheck_testing.evidence import (
+    FOLDER,
     Said,
     answer,
     check_end,
@@ -59,14 +60,34 @@ def test_what_is_said_of_a_job(job, fault, blamed, part):
     assert found.verdict == ("FAIL" if fault else "ok")
 
 
+def test_each_job_that_is_kept_has_one_row():
+    """What to say of a job is checked by its row in said.md."""
+    kept = {path.stem for path in FOLDER.glob("*.jsonl")}
+    rows = re.findall(r"^\| ([\w-]+) \|", (FOLDER / "said.md").read_text(),
+                      re.MULTILINE)[1:]  # without the table's head
+    lacking, without_file = sorted(kept - {*rows}), sorted({*rows} - kept)
+    assert not lacking, f"said.md has no row for {lacking}; fix: add one"
+    assert not without_file, f"no records of {without_file}; fix: store them"
+    twice = {row for row in rows if rows.count(row) > 1}
+    assert not twice, f"said.md has two rows for {twice}; fix: rename one job"
+
+
 @pytest.mark.whole
 def test_records_of_a_job_are_kept(tmp_path):
     """By the program evidence.py: without this machine's names."""
     run_watched(tmp_path, "1 / 0", RANK="0", WORLD_SIZE="1")
     kept = tmp_path / "kept.jsonl"
-    end = python(tmp_path, HOUSE / "tests/rankcheck_testing/evidence.py",
-                 "why", kept)
+    keeper = HOUSE / "tests/rankcheck_testing/evidence.py"
+    (tmp_path / "empty").mkdir()
+    for words, says in ((["nowhere", kept], "no rank has left a record in no"),
+                        (["empty", kept], "no rank has left a record in em"),
+                        (["why"], "invalid arguments; fix: evidence.py")):
+        end = python(tmp_path, keeper, *words)
+        assert end.returncode and end.stderr.startswith(f"error: {says}")
+        assert not kept.exists()
+    end = python(tmp_path, keeper, "why", kept)
     assert not end.returncode, end.stderr
+    assert "next: add a row for kept to" in end.stdout
     rank, = (Rank(*json.loads(line)) for line in kept.open())
     found = diagnose([rank])
     assert "ZeroDivisionError" in found.text
@@ -1042,9 +1063,13 @@ def test_a_start_by_the_number_of_its_job(tmp_path, monkeypatch):
 
 def test_the_page_has_a_row_for_each_fault():
     """In the rules' own words."""
-    table = "".join(f"| {sign} | {fault}: {find.__doc__} | {fix} |\n"
-                    for sign, fault, fix, find in FAULT_QUESTIONS)
-    assert table in (HOUSE / "docs/why.md").read_text(), table
+    rows = [f"| {sign} | {fault}: {find.__doc__} | {fix} |"
+            for sign, fault, fix, find in FAULT_QUESTIONS]
+    page = (HOUSE / "docs/why.md").read_text()
+    for row in rows:
+        assert row in page, "docs/why.md lacks this row; fix: add it"
+    assert "\n".join(rows) in page, (
+        "docs/why.md has these rows in another order than judge.py")
 
 
 def test_what_is_compiled_is_not_the_scripts_line():

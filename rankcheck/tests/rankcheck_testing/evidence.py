@@ -4,7 +4,8 @@
 
 keeps what the ranks of a job have left in a folder, as `why` reads it now, for
 test_what_is_said_of_a_job. Records that are kept are in tests/evidence, with a
-table of what is said of each: said.md.
+table of what is said of each: said.md. While the job runs, its ranks are asked
+where they are; of one that has ended, its last records are kept.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if __name__ == "__main__":
 
 from rankcheck.engine.findings import Finding
 from rankcheck.engine.ranks import free_port
+from rankcheck.system.errors import UserError, require, show_path
 from rankcheck.system.hook import HOOK
 from rankcheck.system.sources import Sources
 from rankcheck.why.evidence import collect, rename_keys
@@ -140,9 +142,14 @@ def join_alone() -> str:
 def keep(folder: Path, file: Path) -> None:
     """Write a line for each rank: what it is made of, without this machine,
     and its last collectives.
+
+    Raises `UserError` if no rank has left records in the folder.
     """
+    ranks = collect(folder)
+    require(ranks, f"no rank has left a record in {folder}; fix: name the "
+            "folder that `rankcheck why run` has printed")
     lines = []
-    for rank in collect(folder):
+    for rank in ranks:
         record = {name: value for name, value in rank.record.items()
                   if name != "stack_samples"}
         record["calls"] = [
@@ -163,9 +170,24 @@ def hide_machine(text: str) -> str:
     for folder in sorted(folders, key=len):
         text = text.replace(folder, "/home/me")
     text = text.replace(sys.prefix, "/venv")
+    if len(Path(sys.base_prefix).parts) > 2:  # not /usr
+        text = text.replace(sys.base_prefix, "/python")
     text = text.replace(str(HOUSE.parent), "/clone")
     return text.replace(f'"{socket.gethostname()}"', '"node1"')
 
 
+def main(arguments: list[str]) -> None:
+    """Keep a job's records, and print what is to be done next."""
+    require(len(arguments) == 2 and arguments[1].endswith(".jsonl"),
+            "invalid arguments; fix: evidence.py FOLDER NAME.jsonl")
+    folder, file = map(Path, arguments)
+    keep(folder, file)
+    print(f"{file} is written; next: add a row for {file.stem} to "
+          f"{show_path(FOLDER / 'said.md')}")
+
+
 if __name__ == "__main__":
-    keep(Path(sys.argv[1]), Path(sys.argv[2]))
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")
