@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -265,6 +266,7 @@ def snapshot(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
             file.parent.mkdir(exist_ok=True)
             file.write_text(view, "utf-8")
         assert view == file.read_text("utf-8"), (
-            f"{file}: if that is right, run pytest --update")
+            f"{file}: if that is right, run pytest --update "
+            f"{shlex.quote(request.node.nodeid)}")
 
     return compare
