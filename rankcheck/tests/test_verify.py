@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,17 @@ import rankcheck
 from rankcheck.system.errors import UserError
 from rankcheck.verification import program
 from rankcheck.verification.command import verify
+from rankcheck_testing.planted import load
 from rankcheck_testing.support import HOUSE, edit, link_package, needs
 from rankcheck_testing.verify_cases import (
     CASES,
     STYLES,
+    TABLES,
     find_needs,
     make_params,
     outcome,
     problem,
+    problem_in_first_line,
     read,
 )
 
@@ -43,6 +47,28 @@ def test_a_script(case, tmp_path):
 def test_the_places_of_the_changes_are_there():
     assert CASES and all(case.script() for case in CASES)
     assert {*STYLES} <= {case.group for case in CASES}
+
+
+def test_what_is_found_instead_is_named_by_its_kind(tmp_path):
+    """As the first line of a case has it."""
+    case = load(TABLES / "verify" / "by-hand" / "summed.diff", TABLES)
+    case = replace(case, says=("FAIL other-kind",))
+    found = outcome(case, tmp_path)
+    assert problem(case, found).startswith(
+        "not found: FAIL other-kind; found: FAIL ")
+
+
+def test_the_first_lines_of_the_cases_are_of_the_form(tmp_path):
+    problems = filter(None, map(problem_in_first_line, CASES))
+    assert not list(problems)
+    for line, says in (("rihgt: ok batch-size", "`right` or `wrong` first"),
+                       ("right hole: ok batch-size", "none but"),
+                       ("wrong: ", "names no finding"),
+                       ("wrong: FAIL", "'FAIL' is not of the form"),
+                       ("right: perhaps warn rank 1", "'warn rank 1' is not")):
+        (tmp_path / "case.diff").write_text(f"{line}\n--- x.py\t2026\n")
+        case = load(tmp_path / "case.diff", tmp_path)
+        assert says in problem_in_first_line(case) and case.base.name == "x.py"
 
 
 @pytest.mark.parametrize("number", [-1, 1, 65, 100_000])

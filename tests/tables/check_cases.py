@@ -21,7 +21,7 @@ from conftest import all_processes
 from backstage import ROOT
 from rankcheck.engine.findings import Report
 from rankcheck.engine.scratch import PREFIX
-from rankcheck_testing.expected import read_expected
+from rankcheck_testing.expected import list_kinds, read_expected
 from rankcheck_testing.planted import load_all
 
 CASES = load_all(Path(__file__).with_name("check"), ROOT)
@@ -87,11 +87,11 @@ def problem(case, found):
     named = found.report.warnings if case.right else found.report.failures[:1]
     for one in expected:
         if not one.is_in(named):
-            return f"not found: {one}"
+            return f"not found: {one}; found: {list_kinds(named)}"
     for finding in found.report.warnings:
         listed = any(one.matches(finding) for one in expected)
         if case.right and not listed:
-            return f"a false warning: {finding.text}"
+            return f"a false warning: {list_kinds([finding])}: {finding.text}"
     return ""
 
 

@@ -59,6 +59,12 @@ def has_number(finding: Finding, name: str, value: float) -> bool:
     return math.isclose(finding.numbers[name], value, rel_tol=0.03)
 
 
+def list_kinds(findings: Iterable[Finding]) -> str:
+    """Return the beginnings of the lines that expect these findings."""
+    kinds = [f"{one.verdict} {one.kind}" for one in findings]
+    return " | ".join(dict.fromkeys(kinds)) or "nothing"
+
+
 def read_expected(text: str) -> Expected | None:
     """Return what a line expects; None if it is not of that form."""
     if not FORM.fullmatch(text):

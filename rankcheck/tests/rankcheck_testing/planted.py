@@ -65,7 +65,8 @@ def take_side(hunk: str, own: str) -> str:
 def load(path: Path, top: Path) -> Planted:
     """Read one; its script's name begins in the folder `top`."""
     head, *hunks = re.split("^@@ .*\n", path.read_text(), flags=re.MULTILINE)
-    found = re.match("(.+)\n--- (.+)\n", head)
+    # `diff -u` puts a tab and a time after the name
+    found = re.match("(.+)\n--- ([^\t\n]+)", head)
     assert found, f"{path} does not begin with what is said, and a base"
     marks, _, says = found[1].partition(": ")
     return Planted(path, top, tuple(marks.split()),

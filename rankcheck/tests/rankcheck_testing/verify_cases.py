@@ -1,7 +1,7 @@
-"""Scripts in 70 styles for `verify`, each right, and each with mistakes.
+"""Scripts in many styles for `verify`: right ones, and some with a mistake.
 
     pytest --tables tests/test_verify.py  all of them, in minutes
-    pytest --tables tests/test_verify.py -k "FSDP"  those so called
+    pytest --tables tests/test_verify.py -k HF-Trainer  those so called
 
 They stand in tables/verify/STYLE, see planted.py; the right one of a style is
 given by its difference from another style's. A right script must not be
@@ -31,13 +31,15 @@ from typing import Any
 import pytest
 
 from rankcheck.engine.findings import Report
-from rankcheck_testing.expected import Expected, read_expected
+from rankcheck_testing.expected import Expected, list_kinds, read_expected
 from rankcheck_testing.planted import Planted, load, load_all
 from rankcheck_testing.support import HOUSE
 
 TABLES = HOUSE / "tests" / "tables"
 CASES = load_all(TABLES / "verify", TABLES)
+MARKS = {"right", "wrong", "uncompared", "resumed", "whole"}
 PERHAPS = "perhaps "  # before a finding that may be there, or not
+VERDICTS = ("ok", "warn", "FAIL")
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,9 @@ def make_params(cases: Sequence[Planted], at_once: Collection[str]
             marks = []
         elif "whole" in case.marks:
             marks = [pytest.mark.whole]
-        params.append(pytest.param(case, id=case.name, marks=marks))
+        # -k takes no spaces, so this is as the folder and the file are called
+        name = f"{case.path.parent.name}/{case.path.stem}"
+        params.append(pytest.param(case, id=name, marks=marks))
     return params
 
 
@@ -128,6 +132,21 @@ def outcome(case: Planted, folder: Path, style: Style | None = None
     return Outcome(report, out.getvalue())
 
 
+def problem_in_first_line(case: Planted) -> str:
+    """Say what is wrong with a case's first line; "" where nothing is."""
+    unknown = [mark for mark in case.marks if mark not in MARKS]
+    if unknown or ("right" in case.marks) == ("wrong" in case.marks):
+        return f"{case.path}: `right` or `wrong` first, then none but {MARKS}"
+    if not case.right and not case.says:
+        return f"{case.path}: names no finding after `wrong: `"
+    for text in case.says:
+        finding = text.removeprefix(PERHAPS)
+        if finding.split()[0] in VERDICTS and read_expected(finding) is None:
+            return (f"{case.path}: {finding!r} is not of the form "
+                    "in expected.py")
+    return ""
+
+
 def problem(case: Planted, found: Outcome) -> str:
     """Say what is not as the case says; "" where all is."""
     report = found.report
@@ -145,7 +164,8 @@ def problem(case: Planted, found: Outcome) -> str:
     missing = [text for text in case.says if not (
         text.startswith(PERHAPS) or is_said(text, found))]
     if missing:
-        return f"not found: {missing[0]}"
+        found_kinds = list_kinds(report.failures + report.warnings)
+        return f"not found: {missing[0]}; found: {found_kinds}"
     if case.right:
         return find_mistake(case, found)
     return ""
@@ -176,5 +196,6 @@ def false_warnings(case: Planted, report: Report) -> list[str]:
         expected = read_expected(text.removeprefix(PERHAPS))
         if expected is not None:
             listed.append(expected)
-    return [finding.text for finding in report.warnings
+    return [f"{list_kinds([finding])}: {finding.text}"
+            for finding in report.warnings
             if not any(expected.matches(finding) for expected in listed)]
