@@ -117,6 +117,18 @@ def test_the_parts_are_those_that_have_requirements():
         assert f"\n| `{part}` |" in text, part
 
 
+def test_pre_commit_runs_the_tested_ruff():
+    """An older one has rules that this code does not follow."""
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    version, = re.findall(r"/ruff-pre-commit\n    rev: v(\S+)", hooks)
+    assert f"\nruff=={version}\n" in (ROOT / "constraints.txt").read_text()
+
+
+def test_the_version_that_is_cited_is_the_projects():
+    version = requirements.read_project()["project"]["version"]
+    assert f'\nversion: "{version}"\n' in (ROOT / "CITATION.cff").read_text()
+
+
 def test_no_package_is_required_twice():
     """By attendees and for the tests, too: then only the first is read."""
     names = [Requirement(line).name for part in (requirements.COURSE, "tests")
