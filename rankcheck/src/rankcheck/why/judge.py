@@ -136,6 +136,20 @@ def find_stopped(job: Job) -> Diagnosis | None:
     return Diagnosis(ranks, f"{ranks:is} stopped: {processes}")
 
 
+@asks(STOPS, "debugger prompt", "type c at the prompt to continue, or take "
+      "breakpoint() out of the script")
+def find_debugger_prompt(job: Job) -> Diagnosis | None:
+    """it waits for a command at pdb's prompt, which breakpoint() opens"""
+    ranks = job.select(lambda rank: rank.runs and rank.reads_pdb_command
+                       and rank.idle_seconds > IDLE_LIMIT)
+    if not ranks:
+        return None
+    others = job.waiting.without(ranks)
+    waiting = f"; {others:waits} meanwhile" if others else ""
+    return Diagnosis(ranks, f"{ranks:is} at a debugger's prompt, "
+                     f"{describe.say_places(ranks)}{waiting}")
+
+
 # --------------------------------------------------------- they do not meet
 
 

@@ -501,6 +501,14 @@ class Rank:
                    for file, _, name in self.stack)
 
     @property
+    def reads_pdb_command(self) -> bool:
+        """Whether its main thread reads a command for Python's debugger."""
+        frames = [(self.sources.owner(file), Path(file).name, name)
+                  for file, _, name in self.stack]
+        return (frames[-1:] == [(PYTHON, "cmd.py", "cmdloop")]
+                and (PYTHON, "pdb.py", "interaction") in frames)
+
+    @property
     def seconds_in_line(self) -> float:
         """Seconds since it came to its line, as far as it was looked at."""
         if self.line_seconds is None:
