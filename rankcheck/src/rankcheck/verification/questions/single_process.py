@@ -24,6 +24,7 @@ from rankcheck.verification.comparison import (
     WEIGHT_UPDATE,
     Comparison,
     StepRecord,
+    are_close,
     flat,
     gradients_of,
     makes_up,
@@ -267,7 +268,7 @@ def locate(case: Comparison, measure: Measure, step: int,
                    "single-process weights, and read its samples")
     if measure is weight_error and has_small_error(
             case, gradient_error, pairs[step], of_each):
-        return explain_weights(case)
+        return explain_weights(case, pairs[:step + 1])
     if step:
         return explain_later(case, step, pairs, of_each) or general
     text = explain_outputs(case.outputs)
@@ -299,16 +300,36 @@ def has_small_error(case: Comparison, measure: Measure, pair: StepPair,
     return error is not None and error.is_small
 
 
-def explain_weights(case: Comparison) -> str:
-    """Say why weights differ where the gradients agree."""
+def explain_weights(case: Comparison, pairs: Sequence[StepPair]) -> str:
+    """Say why weights differ where the gradients agree.
+
+    Args:
+        pairs: the steps up to the first whose weights differ.
+    """
     if case.settings:
         return f"the gradients match, but {case.settings}"
     if case.rate != 1:
         return (f"the gradients match, but the learning rate is "
                 f"{case.rate:.3g} times that of 1 process")
+    rate = describe_other_rate(pairs)
+    if rate:
+        return f"the gradients match, but {rate}"
     return ("check whether clipping, or code around optimizer.step(), depends "
             "on the number of processes: the gradients match before clipping, "
-            "and so do the optimizer's settings")
+            "and so do the learning rates and, in its first step, the "
+            "optimizer's other settings")
+
+
+def describe_other_rate(pairs: Sequence[StepPair]) -> str:
+    """Name the first step with another learning rate; "" if there is none."""
+    for pair in pairs:
+        rates = pair.ranks[0]["rates"]
+        expected = pair.single_process[0]["rates"]
+        for rate, single_rate in zip(rates, expected, strict=False):
+            if not are_close(rate, single_rate):
+                return (f"in step {pair.step} the learning rate is "
+                        f"{rate:.3g}, not {single_rate:.3g} as with 1 process")
+    return ""
 
 
 def explain_later(case: Comparison, step: int, pairs: Sequence[StepPair],
