@@ -77,6 +77,12 @@ def test_a_number_of_processes_that_cannot_be_is_a_line(number):
         verify(["train.py"], number, 4)
 
 
+@pytest.mark.parametrize("seconds", [-1, 0, float("nan")])
+def test_a_patience_that_cannot_be_is_a_line(seconds):
+    with pytest.raises(UserError, match="--patience must be"):
+        verify(["train.py"], 2, 4, patience=seconds)
+
+
 PACKAGE = {"theirs/__init__.py": "", "theirs/data.py": "WIDTH = 900\n",
            "theirs/train.py": edit(
                read("ddp"), ("import torch\n", "import torch\n"

@@ -284,6 +284,18 @@ def test_on_hang_where_the_working_directory_is_gone(tmp_path):
         "one that exists"]
 
 
+@pytest.mark.parametrize(("flags", "says"), [
+    (["--on-hang", " "], "--on-hang needs a command"),
+    (["--on-hang", "true", "--hang-after", "-3"], "--hang-after must be"),
+    (["--on-hang", "true", "--hang-after", "nan"], "--hang-after must be")])
+def test_on_hang_that_would_never_run(flags, says, tmp_path):
+    """Then the job does not begin, either."""
+    status, out, err = ask(tmp_path, "run", *flags, "--", "echo", "begun",
+                           home=tmp_path)
+    assert (status, out) == (2, "") and err.startswith(f"error: {says}")
+    assert err.count("\n") == 1
+
+
 def test_on_hang_without_a_start(tmp_path):
     status, _, err = ask(tmp_path, "--on-hang", "true", home=tmp_path)
     assert status == 2 and "belongs to a start" in err

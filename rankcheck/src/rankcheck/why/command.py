@@ -16,7 +16,7 @@ from typing import Any
 
 from rankcheck.engine.findings import Finding, count_of
 from rankcheck.system.command_line import Parser
-from rankcheck.system.errors import UserError
+from rankcheck.system.errors import UserError, require
 from rankcheck.why import dumps, evidence, hang, start
 from rankcheck.why.job_report import (
     JobReport,
@@ -101,6 +101,9 @@ def main(args: Namespace, runs: Path = RUNS_FOLDER,
         if args.job == "run" and args.flags:
             start_monitor = None
             if args.on_hang is not None:
+                require(args.on_hang.strip(), "--on-hang needs a command")
+                require(args.hang_after > 0, "--hang-after must be a number "
+                        "of seconds above 0")
                 start_monitor = partial(
                     hang.start_monitor, command=args.on_hang,
                     seconds=args.hang_after)
