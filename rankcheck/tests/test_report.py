@@ -3,6 +3,10 @@ its own.
 """
 
 import json
+import os
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -165,6 +169,37 @@ def test_an_error_of_a_probe_is_no_failure_of_the_script(script, monkeypatch):
     with pytest.raises(InternalError, match="rankcheck itself failed in rank "
                        "0 of 1: AttributeError"):
         rankcheck.verify(script(RIGHT))
+
+
+@pytest.mark.parametrize("words", [
+    "--version", "verify", "verify --json nowhere.py", "why nowhere",
+    "why --json nowhere"])
+@pytest.mark.parametrize("redirect", [
+    ">/dev/full", ">/dev/full 2>/dev/full", "2>/dev/full", ">&-", "2>&-",
+    "<&- >&- 2>&-"])
+def test_an_output_that_cannot_be_written(words, redirect, tmp_path):
+    """Neither 1, which is a failure that was found, nor Python's own 120."""
+    status = 2
+    if words == "--version" and not redirect.startswith(">/dev/full"):
+        status = 0
+    done = subprocess.run(
+        f"{shlex.quote(sys.executable)} -m rankcheck {words} {redirect}",
+        shell=True, cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "HOME": str(tmp_path)})
+    assert done.returncode == status, done
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") <= 1
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_caller_that_has_closed_its_streams(closed, script, tmp_path):
+    """Such as a daemon: a rank has streams all the same."""
+    script(RIGHT)
+    code = ("import pathlib, rankcheck\n"
+            "report = rankcheck.verify(['train.py'])\n"
+            "pathlib.Path('report').write_text(f'{report.ok} {report}')")
+    subprocess.run(f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} "
+                   f"{closed}", shell=True)
+    assert Path("report").read_text().startswith("True ")
 
 
 class Theirs:

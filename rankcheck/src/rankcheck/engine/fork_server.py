@@ -32,6 +32,10 @@ from typing import NoReturn
 from rankcheck.engine.progress import paused_collection
 from rankcheck.engine.run import PRELOAD, ScriptRun, Torchrun
 from rankcheck.system import proc
+from rankcheck.system.command_line import (
+    open_closed_descriptors,
+    open_closed_streams,
+)
 from rankcheck.system.errors import KILLED, UserError, describe_error
 
 
@@ -65,6 +69,7 @@ class Server:
                  ) -> None:
         self.owner = os.getpid()
         self.jobs: list[ForkedRank] = []
+        open_closed_descriptors()  # else the link may get the number of one
         self.link, its = Pipe()
         code = (f"import sys; sys.path[:] = {sys.path!r}\n"
                 "from rankcheck.engine.fork_server import serve\n"
@@ -199,6 +204,7 @@ def end_all() -> None:
 
 def serve(descriptor: int, preload: Sequence[str]) -> None:
     """In the server: fork a process for each job, and report its end."""
+    open_closed_streams()  # the caller may be a daemon, which closes its own
     # Lightning loads it, and it warns where HOME cannot be written
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     preload_all(preload)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -13,6 +15,9 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from rankcheck.system.errors import UserError
+
+# of a write that finds no room
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -94,26 +99,71 @@ def parse(program: str, about: str,
 def exit_with(run: Callable[[], int]) -> NoReturn:
     """Run a program, and exit with the status that it returns.
 
-    An error is 2, for a failure that was found is 1.
+    An error is 2, for a failure that was found is 1. An output that cannot
+    be written is an error as well: its reader would miss the answer.
     """
+    open_closed_streams()
+    message = ""
     try:
-        sys.exit(run())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except BrokenPipeError:  # of `| head`, for example
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(2)
+        status = run()
+        sys.stdout.flush()  # Python's own status would be 120
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(130)
+        status, message = 130, "\ninterrupted"
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            print(f"error: {sys.executable} has no torch; fix: start "
-                  "rankcheck with the Python that trains", file=sys.stderr)
-        else:
-            traceback.print_exc()
-        sys.exit(2)  # also for a bug of ours: Python's own status would be 1
+        # also for a bug of ours: Python's own status would be 1
+        status, message = 2, explain_end(error)
+    if message:
+        with contextlib.suppress(OSError):
+            print(message, file=sys.stderr, flush=True)
+    for stream in sys.stdout, sys.stderr:
+        try:
+            stream.flush()
+        except OSError:  # Python would try once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(status)
+
+
+def open_closed_streams() -> None:
+    """Let what is printed go nowhere if the caller has closed a stream."""
+    open_closed_descriptors()
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            mode = "w" if descriptor else "r"
+            setattr(sys, name, open(descriptor, mode, closefd=False))
+
+
+def open_closed_descriptors() -> None:
+    """Open /dev/null as 0, 1 and 2 where the caller has closed them.
+
+    Otherwise the next files that are opened would get these numbers, and a
+    process that is started would have no stream of that name.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != descriptor:
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+            os.set_inheritable(descriptor, True)
+
+
+def explain_end(error: Exception) -> str:
+    """Return what is printed of an error that ends a program, "" if nothing.
+    """
+    if isinstance(error, UserError):
+        return f"error: {error}"
+    if isinstance(error, BrokenPipeError):  # of `| head`, for example
+        return ""
+    if isinstance(error, OSError) and error.errno in FULL and (
+            error.filename is None):
+        return (f"error: {error.strerror}, for the output or a temporary "
+                "file; fix: make room, or redirect the output to another disk")
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return (f"error: {sys.executable} has no torch; fix: start "
+                "rankcheck with the Python that trains")
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def unknown_command(program: str, name: str) -> UserError:
