@@ -26,6 +26,7 @@ from rankcheck.engine.findings import (
 from rankcheck.engine.report import Terminal
 from rankcheck.record import recorder
 from rankcheck.record.recorder import is_own
+from rankcheck.system import proc
 from rankcheck.system.errors import InternalError
 from rankcheck.verification import command, questions
 from rankcheck.verification.questions import REQUIRED, missing
@@ -200,6 +201,20 @@ def test_a_caller_that_has_closed_its_streams(closed, script, tmp_path):
     subprocess.run(f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} "
                    f"{closed}", shell=True)
     assert Path("report").read_text().startswith("True ")
+
+
+def test_a_program_that_a_script_leaves_behind(script):
+    """In a session of its own, as a monitor of the GPUs is started."""
+    seconds = f"300.{os.getpid()}"
+    report = rankcheck.verify(script(edit(
+        RIGHT, ("import torch\n", f"""\
+import subprocess
+subprocess.Popen(["sleep", "{seconds}"], start_new_session=True)
+import torch
+"""))))
+    assert report.ok, report
+    assert not [pid for pid in proc.list_processes()
+                if seconds in proc.read_text(f"/proc/{pid}/cmdline")]
 
 
 class Theirs:

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from rankcheck.engine import fork_server
+from rankcheck.system import proc
 from rankcheck.system.errors import UserError, read_regular, require, show_path
 
 LARGEST_SCRIPT = 1_000_000  # bytes of a script
@@ -92,6 +93,7 @@ def scratch_folder(word: bytes) -> Iterator[Path]:
             fork_server.end_all()
         with contextlib.suppress(Exception):
             if folder:
+                end_leftovers(folder)
                 remove(folder)
         with contextlib.suppress(Exception):
             os.write(1, word)
@@ -105,9 +107,23 @@ def scratch_folder(word: bytes) -> Iterator[Path]:
         yield folder
     finally:
         if folder:
+            end_leftovers(folder)
             remove(folder)
         for known, handler in before.items():
             signal.signal(known, handler)
+
+
+def end_leftovers(folder: Path) -> None:
+    """Kill the programs that a script has started in sessions of their own.
+
+    They outlive the ranks. Their environment has the TMPDIR of the ranks,
+    which is below this folder: see `quiet_environment`.
+    """
+    mark = f"\0TMPDIR={folder}/".encode()
+    for pid in proc.list_processes():
+        with contextlib.suppress(OSError):  # it has ended, or is not ours
+            if mark in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, signal.SIGKILL)
 
 
 def remove(folder: Path) -> None:
