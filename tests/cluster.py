@@ -60,7 +60,12 @@ def main():
     signals, saved = Signals(rank), run / "checkpoints"
     saved.mkdir(parents=True, exist_ok=True)
     first = max([int(file.stem[5:]) for file in saved.iterdir()], default=0)
+    ready = run / "ready" / Path(os.environ.get("RANKCHECK_WHY", "once")).name
+    ready.mkdir(parents=True, exist_ok=True)
+    (ready / str(rank)).touch()
     if rank == 0:
+        while len([*ready.iterdir()]) < size:  # as a group of processes waits
+            time.sleep(0.05)
         ones = dict.fromkeys((*CONFIG, *COUNTS), 1)
         (run / RECORD).write_text(json.dumps({
             "stage": "ddp", "device": "cpu", "max_steps": steps, "config":
