@@ -35,7 +35,7 @@ def test_what_is_written_is_read(tmp_path):
     weight = torch.arange(3.0)
     tensors = describe_tensors([("weight", weight)])
     record = RankRecord(
-        facts=[("sampler", (2, 0, "")), ("epoch", None)], joined=True,
+        facts=[("sampler", (2, 0, "", 1)), ("epoch", None)], joined=True,
         writers={"/tmp/a": 7, "/tmp/b": "lightning"}, low_precision=True,
         saved_before_step=3,
         steps=[{"losses": [1.5, float("inf")], "drawn": {3: 4, -1: 2},

@@ -445,7 +445,7 @@ CASES = [
      "warn learning-rate samples=32 single=32 rate=2"),
     (RIGHT, on(1, step=2, rates=[0.05]), samples.verify_samples,
      'warn unequal-learning-rates "rank 1" "0.05" "0.1"'),
-    (RIGHT, seen(1, facts=instead("sampler", (2, 1, ""))),
+    (RIGHT, seen(1, facts=instead("sampler", (2, 1, "", 1))),
      samples.verify_samplers,
      'FAIL unequal-samplers "seeds"'),
     (AVERAGED, lambda runs: None, synchronization.verify_weight_averaging,
@@ -513,7 +513,7 @@ CASES = [
     (RIGHT, with_nodes(together(told(0, nesterov=(1.0,)), told(
         1, nesterov=(1.0,)))), nodes.verify_two_nodes,
      'warn nodes-optimizer-setting "nesterov" "0.weight"'),
-    (RIGHT, with_nodes(seen(1, facts=instead("sampler", (2, 1, "")))),
+    (RIGHT, with_nodes(seen(1, facts=instead("sampler", (2, 1, "", 1)))),
      nodes.verify_two_nodes, 'FAIL nodes-sampler "seeds"'),
     (RIGHT, local_writer, nodes.verify_two_nodes,
      'warn nodes-shared-files line=7 rank=0 rank=1 "last.pt"'),

@@ -191,7 +191,8 @@ def watch_samplers(log: Log) -> None:
         if isinstance(dataset, Subset):
             subset = hashlib.blake2b(
                 repr([*dataset.indices]).encode()).hexdigest()
-        log.note_fact("sampler", (sampler.num_replicas, sampler.seed, subset))
+        log.note_fact("sampler", (
+            sampler.num_replicas, sampler.seed, subset, id(dataset)))
         if sampler.shuffle:
             log.has_set_epoch[sampler] = hasattr(sampler, "_was_told")
             if sampler.__dict__.pop("_is_told", False):

@@ -34,11 +34,13 @@ class SamplerStart(NamedTuple):
         seed: of the order.
         subset: a digest of the indices of the `Subset` that it draws from;
             False if it draws from another dataset.
+        dataset: the same number for the same dataset, on one rank.
     """
 
     ranks: int
     seed: int
     subset: str | bool
+    dataset: int
 
 
 def sampler_starts(run: RunRecord, rank: int) -> list[SamplerStart]:

@@ -591,6 +591,16 @@ def compare_rates(case: Comparison, single_rates: list[float],
     return RateComparison(text, None, kind=kind)
 
 
+def changes_seed(case: Comparison) -> bool:
+    """Whether a dataset's samples are drawn with another seed, too, as by a
+    new sampler in each epoch.
+    """
+    seeds: dict[int, int] = {}  # by the dataset
+    return any(
+        seeds.setdefault(start.dataset, start.seed) != start.seed
+        for start in sampler_starts(case.multi_process_run, 0))
+
+
 @question("the ranks' samplers divide the same order", always)
 def verify_samplers(case: Comparison) -> list[Finding]:
     """Answer whether the ranks' DistributedSamplers divide one order."""
@@ -612,7 +622,7 @@ def verify_samplers(case: Comparison) -> list[Finding]:
                      "call sampler.set_epoch(epoch) with the epoch's number: "
                      "otherwise every epoch has the same order",
                      kind="constant-epoch")]
-    if False in case.facts("epoch"):
+    if False in case.facts("epoch") and not changes_seed(case):
         return [warn("a DistributedSampler shuffles, but set_epoch was not "
                      "called before its first epoch", "call sampler.set_epoch("
                      "epoch) in each epoch: without it, or another seed, "
