@@ -301,6 +301,16 @@ def test_on_hang_without_a_start(tmp_path):
     assert status == 2 and "belongs to a start" in err
 
 
+@pytest.mark.parametrize(("words", "says"), [
+    (["run"], "no command is named that starts the job; fix: rankcheck why"),
+    (["run", "torchrun"], "unrecognized arguments: torchrun (those of the "
+     "job's own command come after --); fix: ")])
+def test_a_start_without_a_command(words, says, tmp_path):
+    status, out, err = ask(tmp_path, *words, home=tmp_path)
+    assert (status, out) == (2, "") and err.startswith(f"error: {says}")
+    assert err.count("\n") == 1
+
+
 @pytest.mark.whole
 def test_threads_are_recorded_whole(tmp_path):
     """When somebody asks."""

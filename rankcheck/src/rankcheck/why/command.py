@@ -37,7 +37,7 @@ PROFILE_INTERVAL = 5  # seconds between two samples
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.after = "the job's own command"
+    parser.after = "those of the job's own command"
     parser.description = (f"{parser.description} `why run -- torchrun ...` "
                           "starts a job so that this is known.")
     parser.add_argument("job", nargs="?", metavar="RUN|JOBID", help="its "
@@ -102,12 +102,15 @@ def main(args: Namespace, runs: Path = RUNS_FOLDER,
             start_monitor = None
             if args.on_hang is not None:
                 require(args.on_hang.strip(), "--on-hang needs a command")
-                require(args.hang_after > 0, "--hang-after must be a number "
-                        "of seconds above 0")
+                require(args.hang_after > 0, "--hang-after must be more than "
+                        "0 seconds")
                 start_monitor = partial(
                     hang.start_monitor, command=args.on_hang,
                     seconds=args.hang_after)
             start.exec_command(args.flags, start_monitor)
+        if args.job == "run" and not Path("run").is_dir():
+            raise UserError("no command is named that starts the job; fix: "
+                            "rankcheck why run -- torchrun ...")
         if given.get("on_hang") is not None:
             raise UserError("--on-hang belongs to a start: rankcheck why run "
                             "--on-hang COMMAND -- torchrun ...")
