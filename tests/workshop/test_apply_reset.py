@@ -366,6 +366,8 @@ def test_a_wrong_word_is_one_line(repo):
             (("apply", "ddp", "1", "--all"), "or --all alone"),
             (("apply", "ddp", str(N + 1)), f"no such change: {N + 1}"),
             (("apply", "ddp", "x"), "invalid int value: 'x'"),
+            (("diff", "ddp", "--hints", "99"), "no such change: 99"),
+            (("diff", "ddp", "--hints", "7", "8"), "arguments: 8; fix: see"),
             (("launch", "ddp", "--preset", "tiny"),
              "tiny (the script's own come aft"),
             (("reset",), "stage|DATE --list --undo is required"),

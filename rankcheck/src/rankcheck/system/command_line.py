@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         end = len(arguments)
         if self.after and "--" in arguments:
             end = arguments.index("--")
-        args, unknown = self.parse_known_args(arguments[:end])
+        args, unknown = self.parse_mixed(arguments[:end])
         if unknown:
             self.refuse(unknown)
         for name, value in vars(args).items():  # a shell leaves it in -o=~/x
@@ -64,6 +64,15 @@ class Parser(argparse.ArgumentParser):
                 setattr(args, name, os.path.expanduser(value))
         args.flags = unknown + arguments[end + 1:]
         return args
+
+
+    def parse_mixed(self, arguments: list[str]
+                    ) -> tuple[argparse.Namespace, list[str]]:
+        """Return what is known, and the rest; options may stand anywhere."""
+        try:  # `check ddp -v 7`: parse_known_args takes `ddp` alone
+            return self.parse_known_intermixed_args(arguments)
+        except TypeError:  # not with REMAINDER, nor a choice of positionals
+            return self.parse_known_args(arguments)
 
 
 def parse(program: str, about: str,
