@@ -63,13 +63,29 @@ def test_what_is_said_of_a_job(job, fault, blamed, part):
 def test_each_job_that_is_kept_has_one_row():
     """What to say of a job is checked by its row in said.md."""
     kept = {path.stem for path in FOLDER.glob("*.jsonl")}
-    rows = re.findall(r"^\| ([\w-]+) \|", (FOLDER / "said.md").read_text(),
-                      re.MULTILINE)[1:]  # without the table's head
-    lacking, without_file = sorted(kept - {*rows}), sorted({*rows} - kept)
+    lacking, without_file = sorted(kept - {*JOBS}), sorted({*JOBS} - kept)
     assert not lacking, f"said.md has no row for {lacking}; fix: add one"
     assert not without_file, f"no records of {without_file}; fix: store them"
-    twice = {row for row in rows if rows.count(row) > 1}
-    assert not twice, f"said.md has two rows for {twice}; fix: rename one job"
+
+
+def test_two_rows_for_a_job_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("rankcheck_testing.evidence.FOLDER", tmp_path)
+    head = "| job | the fault | whose | words |\n|---|---|---|---|\n"
+    (tmp_path / "said.md").write_text(head + 2 * "| one | | | words |\n")
+    with pytest.raises(AssertionError, match="two rows for one; fix: rename"):
+        read_said()
+
+
+def test_a_rank_that_has_given_up_does_not_wait_for_a_debugger():
+    """Rank 0 is still at its prompt; rank 1 has timed out meanwhile."""
+    ranks = read_ranks("breakpoint", changed=1, ended={
+        "status": 1, "time": 0, "error": "RuntimeError", "then": [],
+        "message": "Timed out waiting 1800000ms for recv operation",
+        "stack": [["/venv/lib/python3.11/site-packages/torch/distributed/"
+                   "distributed_c10d.py", 1, "all_reduce"]]})
+    assert ranks[1].ending == "lost"
+    found = diagnose(ranks, lambda: ranks)
+    assert found.kind == "debugger prompt" and "waits" not in found.text
 
 
 @pytest.mark.whole

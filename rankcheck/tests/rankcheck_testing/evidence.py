@@ -63,6 +63,8 @@ def read_said() -> dict[str, Said]:
     for row in (FOLDER / "said.md").read_text().splitlines():
         if row.startswith("|"):
             name, *said = [cell.strip() for cell in row.split("|")[1:-1]]
+            assert name not in jobs, (
+                f"said.md has two rows for {name}; fix: rename one job")
             jobs[name] = Said(*said)
     del jobs["job"], jobs["---"]  # the table's head
     return jobs

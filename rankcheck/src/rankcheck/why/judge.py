@@ -144,7 +144,7 @@ def find_debugger_prompt(job: Job) -> Diagnosis | None:
                        and rank.idle_seconds > IDLE_LIMIT)
     if not ranks:
         return None
-    others = job.waiting.without(ranks)
+    others = job.select(lambda rank: rank.runs and rank.waits).without(ranks)
     waiting = f"; {others:waits} meanwhile" if others else ""
     return Diagnosis(ranks, f"{ranks:is} at a debugger's prompt, "
                      f"{describe.say_places(ranks)}{waiting}")
