@@ -691,11 +691,14 @@ def test_a_rate_that_falls_once_is_no_schedule(answers):
     assert finding.kind == "learning-rate" and "rate" not in finding.numbers
 
 
-@pytest.mark.parametrize(("step", "named"), [(1, True), (3, False)])
-def test_weights_that_differ_as_a_later_rate_does(step, named, answers):
+@pytest.mark.parametrize(("change", "named"), [
+    (on_all(step=1, rates=[0.05]), True),
+    (on_all(step=3, rates=[0.05]), False),
+    (on(1, step=1, rates=[0.05]), True)])
+def test_weights_that_differ_as_a_later_rate_does(change, named, answers):
     """As with a schedule that counts the samples of its own rank."""
     found = answers(RIGHT, together(
-        on_all(step=step, rates=[0.05]), on_all(step=2, weights=times(1.1))))
+        change, on_all(step=2, weights=times(1.1))))
     finding = found[single_process.verify_single_process]
     assert finding.kind == "weights-differ" and finding.numbers["step"] == 2
     rate = "in step 1 the learning rate is 0.05, not 0.1 as with 1 process"

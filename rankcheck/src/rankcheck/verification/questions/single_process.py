@@ -321,14 +321,18 @@ def explain_weights(case: Comparison, pairs: Sequence[StepPair]) -> str:
 
 
 def describe_other_rate(pairs: Sequence[StepPair]) -> str:
-    """Name the first step with another learning rate; "" if there is none."""
+    """Name the first step in which a rank has another learning rate than one
+    process; "" if there is none.
+    """
     for pair in pairs:
-        rates = pair.ranks[0]["rates"]
         expected = pair.single_process[0]["rates"]
-        for rate, single_rate in zip(rates, expected, strict=False):
-            if not are_close(rate, single_rate):
-                return (f"in step {pair.step} the learning rate is "
-                        f"{rate:.3g}, not {single_rate:.3g} as with 1 process")
+        for record in pair.ranks:
+            rates = zip(record["rates"], expected, strict=False)
+            for rate, single_rate in rates:
+                if not are_close(rate, single_rate):
+                    return (f"in step {pair.step} the learning rate is "
+                            f"{rate:.3g}, not {single_rate:.3g} as with 1 "
+                            "process")
     return ""
 
 
