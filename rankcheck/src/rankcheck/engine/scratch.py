@@ -119,10 +119,11 @@ def end_leftovers(folder: Path) -> None:
     They outlive the ranks. Their environment has the TMPDIR of the ranks,
     which is below this folder: see `quiet_environment`.
     """
-    mark = f"\0TMPDIR={folder}/".encode()
+    mark = f"TMPDIR={folder}/"
     for pid in proc.list_processes():
-        with contextlib.suppress(OSError):  # it has ended, or is not ours
-            if mark in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+        variables = proc.read_variables(pid) or []
+        if any(variable.startswith(mark) for variable in variables):
+            with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.kill(pid, signal.SIGKILL)
 
 
