@@ -367,14 +367,17 @@ def make_old_portal(folder: Path) -> bool:
     if old is None:
         return False
     python = folder / "bin" / "python"
-    ways = [
-        ([old, "-m", "venv", "--without-pip", folder],
-         ["uv", "pip", "install", "-q", "--python", python, "ipykernel"]),
-        ([old, "-m", "venv", "--clear", folder],
-         [python, "-m", "pip", "install", "-q", "ipykernel"])]
-    return any(subprocess.run(make, check=False).returncode == 0
-               and subprocess.run(install, check=False).returncode == 0
-               for make, install in ways[shutil.which("uv") is None:])
+
+    def succeeds(*command: str | Path) -> bool:
+        return subprocess.run(command, check=False).returncode == 0
+
+    if shutil.which("uv") and (
+            succeeds(old, "-m", "venv", "--without-pip", folder)
+            and succeeds("uv", "pip", "install", "-q", "--python", python,
+                         "ipykernel")):
+        return True
+    return (succeeds(old, "-m", "venv", "--clear", folder)
+            and succeeds(python, "-m", "pip", "install", "-q", "ipykernel"))
 
 
 @pytest.fixture(scope="session")

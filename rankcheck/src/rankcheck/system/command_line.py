@@ -65,7 +65,6 @@ class Parser(argparse.ArgumentParser):
         args.flags = unknown + arguments[end + 1:]
         return args
 
-
     def parse_mixed(self, arguments: list[str]
                     ) -> tuple[argparse.Namespace, list[str]]:
         """Return what is known, and the rest; options may stand anywhere."""

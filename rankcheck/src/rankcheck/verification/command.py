@@ -204,7 +204,8 @@ def examine(command: list[str], size: int, steps: int,
     """
     require(1 < size <= MOST_PROCESSES and steps > 0,
             f"-n must be 2 to {MOST_PROCESSES}, and --steps 1 or more")
-    require(patience > 0, "--patience must be more than 0 seconds")
+    require(patience > 0, "--patience must be more than 0 seconds; "
+            "fix: name them, as in --patience 60")
     require_torch()
     program = read_program(command)
     if device == "gpu":

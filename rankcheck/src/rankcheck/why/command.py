@@ -101,9 +101,10 @@ def main(args: Namespace, runs: Path = RUNS_FOLDER,
         if args.job == "run" and args.flags:
             start_monitor = None
             if args.on_hang is not None:
-                require(args.on_hang.strip(), "--on-hang needs a command")
+                require(args.on_hang.strip(), "--on-hang needs a command; "
+                        "fix: --on-hang 'rankcheck why {}'")
                 require(args.hang_after > 0, "--hang-after must be more than "
-                        "0 seconds")
+                        "0 seconds; fix: name them, as in --hang-after 900")
                 start_monitor = partial(
                     hang.start_monitor, command=args.on_hang,
                     seconds=args.hang_after)
