@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -140,20 +141,15 @@ Measure: TypeAlias = Callable[
 def verify_single_process(case: Comparison) -> list[Finding]:
     """Answer whether the ranks compute what one process does.
 
-    Where parameters are sharded by hand, the loss of the first step alone
-    is compared, if the parts make up the tensors of one process.
+    Where parameters are sharded by hand, the losses alone are compared, if
+    the parts make up the tensors of one process.
     """
     if case.skip_reason and not (case.hand_sharded and makes_up(case)):
         return []
     pairs = pair_steps(case)
     if case.skip_reason and not case.frozen_run:
-        # parts of one process's tensors, until step 0
-        read = samples_of(pairs[0].ranks)
-        expected = samples_of(pairs[0].single_process)
-        if not read or set(read) != set(expected):
-            return []
-        return compare_errors(case, loss_error, pairs[:1],
-                              MinibatchWeights((1.0,)))
+        same = list(itertools.takewhile(has_same_samples, pairs))
+        return compare_errors(case, loss_error, same, MinibatchWeights((1.0,)))
     weights = weigh_minibatches(case, pairs[0])
     findings = []
     if weights.finding:
@@ -173,6 +169,12 @@ def pair_steps(case: Comparison) -> list[StepPair]:
              for step, (records, single) in enumerate(
                  zip(case.steps, case.single_steps, strict=False))]
     return pairs[:case.compared_steps]
+
+
+def has_same_samples(pair: StepPair) -> bool:
+    """Return whether the ranks read samples, and one process's alone."""
+    read = set(samples_of(pair.ranks))
+    return bool(read) and read == set(samples_of(pair.single_process))
 
 
 def compare_errors(case: Comparison, measure: Measure,
@@ -270,6 +272,10 @@ def locate(case: Comparison, measure: Measure, step: int,
             case, gradient_error, pairs[step], of_each):
         return explain_weights(case, pairs[:step + 1])
     if step:
+        if case.hand_sharded:
+            general = ("look at how the gradients of hand-sharded parameters, "
+                       "which are not compared, are reduced, scaled and "
+                       "clipped: the loss matches until then")
         return explain_later(case, step, pairs, of_each) or general
     text = explain_outputs(case.outputs)
     if not text:
