@@ -49,6 +49,15 @@ def test_the_places_of_the_changes_are_there():
     assert {*STYLES} <= {case.group for case in CASES}
 
 
+def test_each_style_has_a_right_script_and_a_mistake():
+    """Else nothing shows that a mistake is seen in scripts of this style."""
+    styles = {}
+    for case in CASES:
+        styles.setdefault(case.path.parent.name, set()).add(case.right)
+    assert not [style for style, kinds in styles.items()
+                if kinds != {True, False}]
+
+
 def test_what_is_found_instead_is_named_by_its_kind(tmp_path):
     """As the first line of a case has it."""
     case = load(TABLES / "verify" / "by-hand" / "summed.diff", TABLES)
