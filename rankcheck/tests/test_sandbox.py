@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,36 @@ def test_what_it_is_printed_to_has_not_changed(tmp_path):
             stderr=subprocess.PIPE, cwd=tmp_path, text=True, check=True,
             env=os.environ | {"PYTHONPATH": SOURCE_PATH}).stderr
     assert told == "''"
+
+
+AS_NOBODY = """\
+import os, sys
+from rankcheck.engine import sandbox
+if os.getuid() == 0:
+    os.setuid(65534)
+os.chdir(sys.argv[1])
+open("script.py", "w").close()
+copy = sandbox.make(sys.argv[2], "copy", "script.py")
+print(os.readlink(copy.name("theirs")))
+files = sandbox.Kept()
+open("log", "w").close()
+print(files.changed(), files.changed())
+"""
+
+
+def test_a_link_that_may_not_be_read_is_left_alone():
+    """As those in /proc of another user's processes."""
+    with tempfile.TemporaryDirectory() as parent:  # a path for everybody
+        folders = [Path(parent, name) for name in ("mine", "copies")]
+        for folder in (Path(parent), *folders):
+            folder.mkdir(exist_ok=True)
+            folder.chmod(0o777)
+        (folders[0] / "theirs").symlink_to("/proc/1/cwd")
+        done = subprocess.run(
+            [sys.executable, "-c", AS_NOBODY, *folders], text=True,
+            capture_output=True, env=os.environ | {"PYTHONPATH": SOURCE_PATH})
+    assert done.stdout == "/proc/1/cwd\n \n", done
+    assert not done.stderr
 
 
 def test_the_notebook_that_it_is_started_from_has_not_changed(

@@ -184,7 +184,7 @@ class Sandbox:
 
     def follow(self, link: str, room: Room) -> None:
         """Make a link in the copy lead to a copy of its target."""
-        place = os.path.realpath(link)
+        place = resolve(link)
         if os.path.exists(place) and not is_below(place, self.root):
             self.copy_up(ENTRY, self.top + place)
             with contextlib.suppress(OSError):
@@ -286,7 +286,7 @@ def make(root: str | Path, name: str, script: str | Path) -> Sandbox:
         fill(top + cwd, cwd, room)
         # folders before theirs
         for link in sorted(walk(top + cwd, MOST_ENTRIES),
-                           key=lambda link: os.path.realpath(link.path)):
+                           key=lambda link: resolve(link.path)):
             if room and leads_out(link, cwd):
                 sandbox.follow(link.path, room)
         sandbox.copy_up(CONTENT, str(sandbox.name(script)))
@@ -334,8 +334,18 @@ def leads_out(entry: os.DirEntry[str], folder: str) -> bool:
     """
     if not entry.is_symlink():
         return False
-    place = os.path.realpath(entry.path)
+    place = resolve(entry.path)
     return not is_below(place, folder) and not is_below(folder, place)
+
+
+def resolve(path: str) -> str:
+    """Return where a path leads, or the path if a link may not be read, such
+    as `/proc/1/cwd`.
+    """
+    try:
+        return os.path.realpath(path)
+    except OSError:
+        return path
 
 
 def walk(folder: str, most: int) -> list[os.DirEntry[str]]:
