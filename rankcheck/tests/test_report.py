@@ -191,7 +191,9 @@ def test_an_output_that_cannot_be_written(words, redirect, tmp_path):
     assert "Traceback" not in done.stderr and done.stderr.count("\n") <= 1
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [
+    "<&- >&- 2>&-", *(pytest.param(one, marks=pytest.mark.whole)
+                      for one in (">&-", "2>&-"))])
 def test_a_caller_that_has_closed_its_streams(closed, script, tmp_path):
     """Such as a daemon: a rank has streams all the same."""
     script(RIGHT)
