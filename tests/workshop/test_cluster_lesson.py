@@ -102,8 +102,8 @@ def look_at(said, repo):
     assert re.search(r"node2\s+yes\s+(idle|mixed)", said["node-start"])
     # each element has a run
     assert len([*(repo / "runs").glob("std-*_[123]")]) == 3
-    # ranks that have waited for other times are named apart
-    assert "wait in all_reduce, " in said["why"], said["why"]
+    # ranks that have waited for other times are named apart, perhaps each
+    assert re.search("waits? in all_reduce, ", said["why"]), said["why"]
     assert "rank 3 has not answered" in said["why"], said["why"]
     assert "No cluster is up" in said["down"]
     # the run that was started twice; whether it had steps to drop is chance
