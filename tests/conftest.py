@@ -361,7 +361,8 @@ def mpich(tmp_path_factory):
 def make_old_portal(folder: Path) -> bool:
     """Make an environment of Python 3.9 with ipykernel; returns if it can.
 
-    With uv, or else with pip, which takes 20 times as long.
+    With uv, or else with pip, which takes 20 times as long. Its files are
+    copies: uv would link them to those in its cache, and `portal` writes one.
     """
     old = find_python(9)
     if old is None:
@@ -373,8 +374,8 @@ def make_old_portal(folder: Path) -> bool:
 
     if shutil.which("uv") and (
             succeeds(old, "-m", "venv", "--without-pip", folder)
-            and succeeds("uv", "pip", "install", "-q", "--python", python,
-                         "ipykernel")):
+            and succeeds("uv", "pip", "install", "-q", "--link-mode", "copy",
+                         "--python", python, "ipykernel")):
         return True
     return (succeeds(old, "-m", "venv", "--clear", folder)
             and succeeds(python, "-m", "pip", "install", "-q", "ipykernel"))
@@ -394,8 +395,9 @@ def portal(tmp_path_factory):
         link_package("ipykernel", site)
     kernel = folder / "share" / "jupyter" / "kernels" / "python3"
     kernel.mkdir(parents=True, exist_ok=True)
-    python = folder / "bin" / "python"
-    (kernel / "kernel.json").write_text(json.dumps({
+    python, file = folder / "bin" / "python", kernel / "kernel.json"
+    assert not file.exists() or file.stat().st_nlink == 1
+    file.write_text(json.dumps({
         "argv": [str(python), "-m", "ipykernel_launcher", "-f",
                  "{connection_file}"],
         "display_name": "Python 3 (ipykernel)", "language": "python"}))
