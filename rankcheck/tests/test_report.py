@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,7 +30,7 @@ from rankcheck.record.recorder import is_own
 from rankcheck.system import proc
 from rankcheck.system.errors import InternalError
 from rankcheck.verification import command, questions
-from rankcheck.verification.questions import REQUIRED, missing
+from rankcheck.verification.questions import REQUIRED, find_remedy, missing
 from rankcheck_testing.support import edit
 from rankcheck_testing.verify_cases import read
 
@@ -70,6 +71,19 @@ def test_what_status_0_requires(proof):
     assert lacks.startswith(REQUIRED[proof])
     assert (Case.skip_reason in lacks) == (proof is Proof.SINGLE)
     assert missing([*shown, ok("", proves=frozenset({proof}))], Case) == []
+
+
+@pytest.mark.parametrize(("proves", "hand_sharded", "fix"), [
+    ((), (), "read the same samples"),
+    ((), ("up.weight",), "parts of the single-process weights"),
+    ((Proof.SINGLE,), ("up.weight",), "by other means")])
+def test_what_would_let_more_be_compared(proves, hand_sharded, fix):
+    """Not the same samples, where these were compared."""
+    case = SimpleNamespace(hand_sharded=frozenset(hand_sharded))
+    remedy = find_remedy([ok("", proves=frozenset(proves))], case)
+    report = Report(SCRIPT, (), uncompared=UNCOMPARED, comparable_by=remedy)
+    advice = report.error.partition(" fix: ")[2]
+    assert fix in advice and "--allow-uncompared" in advice
 
 
 @pytest.mark.parametrize(("verdict", "label"), [

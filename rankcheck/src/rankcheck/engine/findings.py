@@ -100,6 +100,10 @@ class Details(TypedDict, total=False):
     proves: frozenset[Proof]
 
 
+SAME_SAMPLES = ("make the single-process run read the same samples (set a "
+                "seed, or use {n} in a flag)")
+
+
 @dataclass(frozen=True)
 class Report:
     """What `rankcheck.verify` has found about one script.
@@ -112,6 +116,8 @@ class Report:
             Empty if the caller accepts that (`allow_uncompared`).
         internal_errors: one line for each question that rankcheck could not
             answer because of an error of its own.
+        comparable_by: what lets the script be compared, as an imperative; ""
+            if nothing is known that does.
     """
 
     script: Path
@@ -119,6 +125,7 @@ class Report:
     not_checked: tuple[str, ...] = ()
     uncompared: tuple[str, ...] = ()
     internal_errors: tuple[str, ...] = ()
+    comparable_by: str = SAME_SAMPLES
 
     @property
     def failures(self) -> list[Finding]:
@@ -151,9 +158,10 @@ class Report:
                     "with your versions of torch and rankcheck")
         if self.status != 2:
             return ""
-        return (f"not verified: {'; '.join(self.uncompared)}. fix: make the "
-                "single-process run read the same samples (set a seed, or "
-                "use {n} in a flag), or accept this by --allow-uncompared")
+        fix = "check this by other means, and accept it by --allow-uncompared"
+        if self.comparable_by:
+            fix = f"{self.comparable_by}, or accept this by --allow-uncompared"
+        return f"not verified: {'; '.join(self.uncompared)}. fix: {fix}"
 
     def __str__(self) -> str:
         lines = [f"{LABELS.get(one.verdict, one.verdict)}: {one.text}"

@@ -249,7 +249,8 @@ def examine(command: list[str], size: int, steps: int,
     uncompared = () if allow_uncompared else tuple(verification.uncompared)
     return Report(program.script, tuple(findings),
                   tuple(verification.not_checked), uncompared,
-                  tuple(verification.internal_errors))
+                  tuple(verification.internal_errors),
+                  verification.comparable_by)
 
 
 def split_flags(text: str | None) -> list[str] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rankcheck.engine.findings import Finding, Proof
+from rankcheck.engine.findings import SAME_SAMPLES, Finding, Proof
 from rankcheck.engine.questions import ask_all
 from rankcheck.verification.choice import UNSEEDED, choose_runs
 from rankcheck.verification.comparison import QUESTIONS, Comparison
@@ -41,12 +41,14 @@ class Verification:
         not_checked: sentences; what they say nothing about.
         uncompared: sentences; which of `REQUIRED` was not shown.
         internal_errors: a line for each question that raised an exception.
+        comparable_by: see `Report`.
     """
 
     findings: list[Finding]
     not_checked: list[str]
     uncompared: list[str]
     internal_errors: list[str]
+    comparable_by: str
 
 
 def ask_questions(runs: Runs) -> Verification:
@@ -55,14 +57,15 @@ def ask_questions(runs: Runs) -> Verification:
     comparison, findings = choice.comparison, choice.findings
     if comparison is None:
         return Verification(findings, [f"everything else: {choice.reason}"],
-                            [choice.reason], [])
+                            [choice.reason], [], SAME_SAMPLES)
     for finding in findings:
         comparison = learn(comparison, finding)
     results = ask_all(QUESTIONS, comparison, learn)
     findings = findings + results.findings
     return Verification(sort_by_step(findings), not_seen(results.subject),
                         missing(findings, results.subject),
-                        results.internal_errors)
+                        results.internal_errors,
+                        find_remedy(findings, results.subject))
 
 
 def learn(comparison: Comparison, finding: Finding) -> Comparison:
@@ -81,6 +84,16 @@ def missing(findings: list[Finding], case: Comparison) -> list[str]:
     if lacks and Proof.SINGLE not in shown and case.skip_reason:
         lacks[-1] += f" ({case.skip_reason})"
     return lacks
+
+
+def find_remedy(findings: list[Finding], case: Comparison) -> str:
+    """Return what would let more be compared; "" if nothing is known."""
+    if any(Proof.SINGLE in finding.proves for finding in findings):
+        return ""
+    if case.hand_sharded:
+        return ("let the ranks begin with parts of the single-process "
+                "weights, so that their losses can be compared")
+    return SAME_SAMPLES
 
 
 def sort_by_step(findings: list[Finding]) -> list[Finding]:
@@ -176,7 +189,10 @@ def unseen_of_single(case: Comparison) -> list[str]:
     if any(record.dropout for record in case.multi_process_run.all_records):
         texts.append("dropout: switched off for the comparison")
     if case.skip_reason:
-        texts.append(f"{of_one}: {case.skip_reason}{may_be(case)}")
+        what = of_one
+        if single_process.find_comparable_losses(case):
+            what = of_one.replace("losses, ", "")
+        texts.append(f"{what}: {case.skip_reason}{may_be(case)}")
     if case.later_reason:
         texts.append(f"{of_one}: {case.later_reason}")
     if case.frozen_run and not case.skip_reason:

@@ -141,15 +141,14 @@ Measure: TypeAlias = Callable[
 def verify_single_process(case: Comparison) -> list[Finding]:
     """Answer whether the ranks compute what one process does.
 
-    Where parameters are sharded by hand, the losses alone are compared, if
-    the parts make up the tensors of one process.
+    Where parameters are sharded by hand, the losses alone are compared.
     """
+    if case.skip_reason and not case.frozen_run:
+        return compare_errors(case, loss_error, find_comparable_losses(case),
+                              MinibatchWeights((1.0,)))
     if case.skip_reason and not (case.hand_sharded and makes_up(case)):
         return []
     pairs = pair_steps(case)
-    if case.skip_reason and not case.frozen_run:
-        same = list(itertools.takewhile(has_same_samples, pairs))
-        return compare_errors(case, loss_error, same, MinibatchWeights((1.0,)))
     weights = weigh_minibatches(case, pairs[0])
     findings = []
     if weights.finding:
@@ -157,6 +156,19 @@ def verify_single_process(case: Comparison) -> list[Finding]:
     for measure in (loss_error, gradient_error, weight_error):
         findings += compare_errors(case, measure, pairs, weights)
     return findings
+
+
+def find_comparable_losses(case: Comparison) -> list[StepPair]:
+    """Return the steps of which the losses can be compared, and no more.
+
+    There are some if parameters are sharded by hand and their parts make up
+    the tensors of one process: as many as begin with the same samples.
+    """
+    if case.frozen_run or not case.skip_reason or not case.hand_sharded:
+        return []
+    if not makes_up(case):
+        return []
+    return list(itertools.takewhile(has_same_samples, pair_steps(case)))
 
 
 def pair_steps(case: Comparison) -> list[StepPair]:
