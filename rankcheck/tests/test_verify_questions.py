@@ -450,6 +450,8 @@ CASES = [
      'FAIL unequal-samplers "seeds"'),
     (AVERAGED, lambda runs: None, synchronization.verify_weight_averaging,
      'warn averaged-weights "2"'),
+    (AVERAGED, on_all(step=2, now=times(2.0)),
+     synchronization.verify_weight_averaging, "FAIL summed-weights step=2"),
     (RIGHT, own_gradients, synchronization.verify_reductions,
      "FAIL not-reduced step=0 reduced=0 elements=10801"),
     (RIGHT, on_all(reduced=lambda number: 1.7 * number, calls=2),

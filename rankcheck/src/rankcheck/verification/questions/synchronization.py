@@ -91,12 +91,13 @@ def verify_weight_averaging(case: Comparison) -> list[Finding]:
     """Answer whether the weights, and not the gradients, are made equal.
 
     They are if all ranks begin a step with the same weights, which no rank
-    had when it ended the step before, and the ranks differed by then.
+    had when it ended the step before, and the ranks differed by then. An
+    outer optimizer may make of them what it likes, but not their sum.
     """
     of_one = [records for records in case.steps
               if records[0]["optimizer"] == 0 and "weights" in records[0]]
     equalized = []  # the steps before which that happens
-    are_means = True
+    are_means = are_sums = True
     for i, (last, records) in enumerate(itertools.pairwise(of_one), 1):
         ended = [record["weights"]["flat"] for record in last]
         begun = [record["now"]["flat"] for record in records]
@@ -104,10 +105,19 @@ def verify_weight_averaging(case: Comparison) -> list[Finding]:
                 and not any(weights.equal(begun[0]) for weights in ended)):
             continue
         equalized.append(i)
-        if not off(begun[0], add_up(ended) / case.size) < SAME_MEAN:
-            are_means = False
+        total = add_up(ended)
+        are_means &= off(begun[0], total / case.size) < SAME_MEAN
+        are_sums &= off(begun[0], total) < SAME_MEAN
     if not equalized:
         return []
+    if are_sums and not are_means:  # else all are 0
+        text = f"before step {equalized[0]} the weights become the sum over "
+        return [fail(f"{text}all ranks, not the mean", "divide them by the "
+                     "number of processes after all_reduce",
+                     numbers={"step": equalized[0]},
+                     learned={"skip_reason": "the weights are summed",
+                              "averaged": "summed"},
+                     kind="summed-weights")]
     done = "synchronized"
     if are_means:
         done = "averaged"
