@@ -189,10 +189,11 @@ def unseen_of_single(case: Comparison) -> list[str]:
     if any(record.dropout for record in case.multi_process_run.all_records):
         texts.append("dropout: switched off for the comparison")
     if case.skip_reason:
-        what = of_one
-        if single_process.find_comparable_losses(case):
-            what = of_one.replace("losses, ", "")
-        texts.append(f"{what}: {case.skip_reason}{may_be(case)}")
+        text = f"{of_one}: {case.skip_reason}{may_be(case)}"
+        if single_process.find_comparable(case):
+            text = ("whether the gradients and weights of hand-sharded "
+                    "parameters match the single-process run")
+        texts.append(text)
     if case.later_reason:
         texts.append(f"{of_one}: {case.later_reason}")
     if case.frozen_run and not case.skip_reason:

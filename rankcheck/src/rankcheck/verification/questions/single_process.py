@@ -141,11 +141,14 @@ Measure: TypeAlias = Callable[
 def verify_single_process(case: Comparison) -> list[Finding]:
     """Answer whether the ranks compute what one process does.
 
-    Where parameters are sharded by hand, the losses alone are compared.
+    Where parameters are sharded by hand, the losses are compared, and the
+    gradients of the other parameters.
     """
     if case.skip_reason and not case.frozen_run:
-        return compare_errors(case, loss_error, find_comparable_losses(case),
-                              MinibatchWeights((1.0,)))
+        comparable, alike = find_comparable(case), MinibatchWeights((1.0,))
+        return [
+            *compare_errors(case, loss_error, comparable, alike),
+            *compare_errors(case, gradient_error, comparable, alike)]
     if case.skip_reason and not (case.hand_sharded and makes_up(case)):
         return []
     pairs = pair_steps(case)
@@ -158,11 +161,12 @@ def verify_single_process(case: Comparison) -> list[Finding]:
     return findings
 
 
-def find_comparable_losses(case: Comparison) -> list[StepPair]:
-    """Return the steps of which the losses can be compared, and no more.
+def find_comparable(case: Comparison) -> list[StepPair]:
+    """Return the steps that can be compared though parameters are sharded.
 
-    There are some if parameters are sharded by hand and their parts make up
-    the tensors of one process: as many as begin with the same samples.
+    There are some if they are sharded by hand and their parts make up the
+    tensors of one process: the first ones, as long as the samples are the
+    same.
     """
     if case.frozen_run or not case.skip_reason or not case.hand_sharded:
         return []
@@ -212,6 +216,8 @@ def compare_errors(case: Comparison, measure: Measure,
     name = MEASURED[measure]
     if measure is weight_error:
         name = "weight updates"
+    elif measure is gradient_error and case.hand_sharded:
+        name = "gradients of parameters that are not hand-sharded"
     text = (f"{name} match the single-process run (relative error "
             f"{max(amounts):.0e})")
     if len(amounts) < len(case.steps):
