@@ -166,13 +166,17 @@ def find_comparable(case: Comparison) -> list[StepPair]:
 
     There are some if they are sharded by hand and their parts make up the
     tensors of one process: the first ones, as long as the samples are the
-    same.
+    same. Where the ranks train by themselves in between, as in local SGD, it
+    is the first step alone.
     """
     if case.frozen_run or not case.skip_reason or not case.hand_sharded:
         return []
     if not makes_up(case):
         return []
-    return list(itertools.takewhile(has_same_samples, pair_steps(case)))
+    pairs = pair_steps(case)
+    if case.averaged:
+        pairs = pairs[:1]
+    return list(itertools.takewhile(has_same_samples, pairs))
 
 
 def pair_steps(case: Comparison) -> list[StepPair]:
@@ -293,7 +297,7 @@ def locate(case: Comparison, measure: Measure, step: int,
         if case.hand_sharded:
             general = ("look at how the gradients of hand-sharded parameters, "
                        "which are not compared, are reduced, scaled and "
-                       "clipped: the loss matches until then")
+                       "clipped")
         return explain_later(case, step, pairs, of_each) or general
     text = explain_outputs(case.outputs)
     if not text:
