@@ -111,12 +111,11 @@ def verify_weight_averaging(case: Comparison) -> list[Finding]:
     if not equalized:
         return []
     if are_sums and not are_means:  # else all are 0
-        text = f"before step {equalized[0]} the weights become the sum over "
-        return [fail(f"{text}all ranks, not the mean", "divide them by the "
-                     "number of processes after all_reduce",
-                     numbers={"step": equalized[0]},
-                     learned={"skip_reason": "the weights are summed",
-                              "averaged": "summed"},
+        text = (f"before step {equalized[0]} the weights become the sum "
+                "over all ranks, not the mean")
+        return [fail(text, "divide the weights by the number of processes "
+                     "after all_reduce", numbers={"step": equalized[0]},
+                     learned={"skip_reason": text, "averaged": text},
                      kind="summed-weights")]
     done = "synchronized"
     if are_means:
