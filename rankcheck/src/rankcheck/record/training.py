@@ -133,21 +133,17 @@ class Modules:
             log.tell("output", module, output)
             return output
 
-        @replace(torch.Tensor, "backward")
-        def backward(backward: Callable[..., None], loss: torch.Tensor,
+        @replace(torch.autograd, "backward")  # Tensor.backward calls it, too
+        def backward(backward: Callable[..., None],
+                     tensors: torch.Tensor | Iterable[torch.Tensor],
                      *args: Any, **kwargs: Any) -> None:
-            row: StepRow = log.row
-            notes: Notes = log.notes
-            log.scale = getattr(loss, "visible_scale", 1.0) or 1.0
-            if loss.numel() == 1:
-                row.losses.append(loss.item() / log.scale)
-            self.count = notes.targets or sum(
-                len(rows) for rows, _ in notes.pending) or 1
-            row.counts.append(self.count)
-            row.targets |= notes.targets > 0
-            notes.targets = 0
-            take_pending(log)
-            return backward(loss, *args, **kwargs)
+            if isinstance(tensors, torch.Tensor):
+                tensors = [tensors]
+            targets = tuple(tensors)  # a generator can be read once
+            # within a backward pass, checkpointing has begun this one
+            if targets and torch._C._current_graph_task_id() == -1:
+                self.on_backward(targets)
+            return backward(targets, *args, **kwargs)
 
     def trains(self, module: nn.Module) -> bool:
         """Whether a call of this module leads to a step."""
@@ -264,6 +260,27 @@ class Modules:
                 hashes = [hash_each(tensors, axis) for axis in (0, 1)]
                 notes.pending.append(hashes)
         self.log.tell("root", module, hashes)
+
+    def on_backward(self, targets: Sequence[torch.Tensor]) -> None:
+        """Note the loss of a backward pass, and of how many targets it is.
+
+        Args:
+            targets: of which the pass computes gradients; of a scalar, or of
+                the sum of several, it is a loss's.
+        """
+        log = self.log
+        row: StepRow = log.row
+        notes: Notes = log.notes
+        log.scale = getattr(targets[0], "visible_scale", 1.0) or 1.0
+        if all(target.numel() == 1 for target in targets):
+            loss = sum(target.item() for target in targets)
+            row.losses.append(loss / log.scale)
+        self.count = notes.targets or sum(
+            len(rows) for rows, _ in notes.pending) or 1
+        row.counts.append(self.count)
+        row.targets |= notes.targets > 0
+        notes.targets = 0
+        take_pending(log)
 
     def find_copies(self) -> None:
         """Record modules like one that trains, with weights that do not.
