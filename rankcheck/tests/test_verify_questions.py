@@ -29,6 +29,7 @@ from rankcheck.engine.findings import LABELS
 from rankcheck.engine.questions import Question
 from rankcheck.engine.ranks import RankExit
 from rankcheck.engine.run_record import RunRecord
+from rankcheck.record.fingerprints import slice_fingerprints
 from rankcheck.record.rank_record import RankRecord
 from rankcheck.record.recorder import Log
 from rankcheck.record.rows import Rows, persistent_buffers
@@ -159,6 +160,12 @@ def sharded(state):
         name: {"part": 1.5 * part, "mesh": torch.arange(2),
                "placements": [("Replicate", None)], "shape": part.shape}
         for name, part in whole_here(state).items()}}
+
+
+def others_of(fingerprints):
+    """Those of other values."""
+    return {name: [hashes + 1 for hashes in of_dims]
+            for name, of_dims in fingerprints.items()}
 
 
 def fails_again(runs):
@@ -604,6 +611,8 @@ def test_a_parameter_of_one_number_may_be_a_part(answers):
             kept = whole_here(first["before"])
             kept["Sequential:0.bias"] = kept["Sequential:0.bias"][rank]
             first["before"] = describe_tensors(kept.items())
+            of_rank.fingerprints["Sequential:0.bias"] = slice_fingerprints(
+                torch.tensor(7.0))
 
     assert answers(RIGHT, scalar)  # and no error of its own
 
@@ -720,8 +729,8 @@ def test_what_is_right_is_not_refused(answers):
     def first_is_gone(shapes):
         return dict([*shapes.items()][1:])
 
-    fewer = [seen(rank, shapes=first_is_gone, model=first_is_gone)
-             for rank in (0, 1)]
+    fewer = [seen(rank, shapes=first_is_gone, model=first_is_gone,
+                  fingerprints=first_is_gone) for rank in (0, 1)]
     for change, split in ((fewer, True), ([*fewer, fails_together], False)):
         found = answers(RIGHT, together(*change)).values()
         sharded = read_expected("warn hand-sharded-parameters parameters=1")
@@ -743,6 +752,7 @@ def test_what_is_right_is_not_refused(answers):
     # each rank has its part of the loss, as with a sequence that is divided
     (shared(16), "warn same-samples"),
     (together(on(1, step=0, before=times(1.5), gradients=times(1.5)),
+              seen(1, fingerprints=others_of),
               lambda runs: runs[2, ""].events[0].append(
                   {"call": "alltoall_base"})),
      "warn hand-sharded-parameters parameters=4"),  # experts

@@ -72,11 +72,13 @@ class RankRecord:
         skipped_steps: those before which a GradScaler left one out.
         discarded_steps: those before which gradients were thrown away.
         outputs: of the modules, in the first steps; None if there are none.
+        fingerprints: of the parameters as an optimizer first has them, but of
+            DTensors; see `rankcheck.record.fingerprints`.
         settings: of the optimizers' groups, of each optimizer.
         outputs_error: why outputs are no longer recorded.
     """
 
-    SCHEMA: ClassVar[int] = 3
+    SCHEMA: ClassVar[int] = 4
 
     facts: list[tuple[str, Any]] = field(default_factory=list)
     joined: bool = False
@@ -97,6 +99,7 @@ class RankRecord:
     skipped_steps: list[int] = field(default_factory=list)
     discarded_steps: list[int] = field(default_factory=list)
     outputs: RecordedOutputs | None = None
+    fingerprints: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     settings: list[list[GroupSettings]] = field(default_factory=list)
     outputs_error: str = ""
 

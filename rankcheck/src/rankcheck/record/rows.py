@@ -22,6 +22,7 @@ from torch.utils.data._utils import signal_handling
 
 import rankcheck.record.tensors as parts
 from rankcheck.record.collectives import Group
+from rankcheck.record.fingerprints import slice_fingerprints
 from rankcheck.record.rank_record import record_file
 from rankcheck.record.recorder import Log, assign, replace
 from rankcheck.record.tensors import Hashes, LocalTensors, is_low, thin
@@ -291,6 +292,11 @@ class Rows:
             if self.record.saved_before_step is None:
                 self.record.saved_before_step = len(self.record.steps)
         weights = self.name_weights(number, optimizer)
+        if not self.made[number]:
+            self.record.fingerprints |= {
+                name: slice_fingerprints(weight)
+                for name, weight in weights.items()
+                if not parts.is_dtensor(weight)}
         self.record.steps.append(self.snapshot(number, optimizer, weights))
         self.made[number] += 1
         if len(self.since) == len(self.optimizers):

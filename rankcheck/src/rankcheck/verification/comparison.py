@@ -16,6 +16,13 @@ from rankcheck.engine.run_record import RunRecord
 from rankcheck.record.rank_record import RankRecord
 from rankcheck.record.tensors import names, put_together, whole_here, without
 from rankcheck.verification.locate import OutputComparison, compare_outputs
+from rankcheck.verification.parts import (
+    HandShardedParts,
+    PartVectors,
+    find_moved,
+    locate_parts,
+    put_parts_beside,
+)
 from rankcheck.verification.runs import Runs
 
 LOSS, GRADIENT, WEIGHT_UPDATE = 1e-4, 1e-3, 0.05  # relative
@@ -126,18 +133,42 @@ class Comparison:
             "columns" if self.columns else "rows", self.hand_sharded,
             self.tolerance_factor)
 
+    @cached_property
+    def parts(self) -> HandShardedParts:
+        """What the hand-sharded parameters are parts of."""
+        if not self.single_process_run:
+            return HandShardedParts()
+        return locate_parts(self.single_process_run.record_of(0),
+                            self.multi_process_run.all_records,
+                            self.hand_sharded)
+
+    def put_parts_beside(self, ranks: Iterable[Mapping[str, torch.Tensor]],
+                         single_process: Mapping[str, torch.Tensor],
+                         ) -> PartVectors | None:
+        """Return hand-sharded tensors of the ranks, and of one process.
+
+        Args:
+            ranks: of each rank, its tensors as `thin` returns them.
+            single_process: those of one process.
+        """
+        if not self.single_process_run:
+            return None
+        shapes = self.single_process_run.record_of(0).shapes
+        return put_parts_beside(self.parts, [*ranks], single_process, shapes)
+
     def view(self, run: RunRecord) -> list[list[StepRecord]]:
         """Return what each rank has recorded of its steps.
 
         With its samples, but without the tensors that are split by hand:
-        nothing says which part of one a rank has.
+        they are not to be compared by their names. As "recorded", each has
+        the record with these.
         """
         return [[self.view_step(step) for step in record.steps]
                 for record in run.all_records]
 
     def view_step(self, record: StepRecord) -> StepRecord:
         samples = record["columns" if self.columns else "rows"]
-        shown = {**record, "samples": samples}
+        shown = {**record, "samples": samples, "recorded": record}
         if not self.hand_sharded:
             return shown
         for name, state in record.items():
@@ -359,7 +390,8 @@ def find_hand_sharded(single_run: RunRecord, multi_run: RunRecord,
         if kinds and all(record["before"] for record in records):
             hand_sharded |= set.intersection(*(
                 put_together(records, kind).unequal for kind in kinds))
-    return frozenset(hand_sharded)
+    return frozenset(hand_sharded | find_moved(
+        single_run.record_of(0), multi_run.all_records, hand_sharded))
 
 
 def all_shapes(record: RankRecord) -> dict[str, tuple[int, ...]]:
@@ -386,29 +418,6 @@ def find_extra(single_run: RunRecord, multi_run: RunRecord) -> set[str]:
     differing = {name for records in firsts
                  for name in put_together(records, "before").unequal}
     return extra - differing
-
-
-def makes_up(case: Comparison) -> bool:
-    """Return whether the ranks begin with one process's tensors, or with
-    chunks of them.
-    """
-    if not case.single_process_run:
-        return False
-    known: set[bytes] = set()
-    counts = [count for count in range(1, case.size + 1)
-              if case.size % count == 0]
-    for name, tensor in initial_weights(case.single_process_run.record_of(0)):
-        shape = case.single_process_run.record_of(0).shapes[name]
-        if tensor.numel() != torch.Size(shape).numel():
-            return False  # it is too large to be kept whole
-        for dim in range(len(shape)):
-            for count in counts:
-                chunks = tensor.view(shape).chunk(count, dim)
-                known |= {as_bytes(part) for part in chunks}
-    return all(as_bytes(tensor) in known
-               for record in case.multi_process_run.all_records
-               for name, tensor in initial_weights(record)
-               if name in case.hand_sharded)
 
 
 def initial_weights(record: RankRecord) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,6 +18,7 @@ from rankcheck.verification.comparison import QUESTIONS, Comparison
 from rankcheck.verification.questions import (  # isort: skip
     initial_state, samples, optimizers, synchronization, single_process,
     side_effects, nodes, resume)
+from rankcheck.verification.questions.step_pairs import find_comparable
 from rankcheck.verification.runs import Runs
 
 __all__ = ["QUESTIONS", "ask_questions", "initial_state", "nodes",
@@ -159,7 +160,7 @@ def unseen_of_ranks(case: Comparison) -> list[str]:
     why_not = nodes.why_not(case)
     if why_not:
         texts.append(f"several nodes: {why_not}")
-    if case.splits_matrices:
+    if case.splits_matrices and not has_compared_parts(case):
         texts.append("whether gradients are reduced: with tensor "
                      "parallelism, activations are reduced as well")
     if nodes.all_on_the_first(case):
@@ -172,6 +173,21 @@ def unseen_of_ranks(case: Comparison) -> list[str]:
         texts.append("gradients and weights: FullyShardedDataParallel hides "
                      "them (fully_shard does not)")
     return texts
+
+
+def has_compared_parts(case: Comparison) -> bool:
+    """Return whether all hand-sharded parameters are compared."""
+    return bool(find_comparable(case) and not case.averaged
+                and not case.parts.uncompared)
+
+
+def unseen_of_parts(case: Comparison) -> list[str]:
+    """Say which hand-sharded parameters are not compared."""
+    names = case.parts.uncompared
+    if not names:
+        return []
+    return ["whether the gradients and weights of hand-sharded parameters "
+            f"match the single-process run: {case.named(names)}"]
 
 
 def unseen_of_single(case: Comparison) -> list[str]:
@@ -190,10 +206,10 @@ def unseen_of_single(case: Comparison) -> list[str]:
         texts.append("dropout: switched off for the comparison")
     if case.skip_reason:
         text = f"{of_one}: {case.skip_reason}{may_be(case)}"
-        if single_process.find_comparable(case):
-            text = ("whether the gradients and weights of hand-sharded "
-                    "parameters match the single-process run")
-        texts.append(text)
+        if find_comparable(case):
+            texts += unseen_of_parts(case)
+        else:
+            texts.append(text)
     if case.later_reason:
         texts.append(f"{of_one}: {case.later_reason}")
     if case.frozen_run and not case.skip_reason:

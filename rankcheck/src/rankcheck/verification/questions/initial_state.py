@@ -221,15 +221,23 @@ def verify_initial_weights(case: Comparison) -> list[Finding]:
                          kind="unequal-initial-weights")]
     if case.hand_sharded:
         parameters = counted(case.hand_sharded, "parameter")
+        learned: Learned = {"skip_reason": case.skip_reason
+                   or "parameters are hand-sharded"}
+        numbers = {"parameters": len(case.hand_sharded)}
+        if case.parts.make_up:
+            return [ok(
+                f"{parameters} {verb_of(case.hand_sharded)} hand-sharded, and "
+                "the ranks start with parts of the single-process weights: "
+                f"{case.named(case.hand_sharded)}",
+                learned=learned, numbers=numbers,
+                kind="hand-sharded-parameters")]
         return [warn(
             f"{parameters} {verb_of(case.hand_sharded)} smaller"
             " than with 1 process, different, or not in every rank's "
             f"optimizer: {case.named(case.hand_sharded)}",
             "check that the script shards them by hand: if so, they are left "
             "out of the comparison",
-            learned={"skip_reason": case.skip_reason
-                     or "parameters are hand-sharded"},
-            numbers={"parameters": len(case.hand_sharded)},
+            learned=learned, numbers=numbers,
             kind="hand-sharded-parameters")]
     if not begin_as_single(firsts[0], case.single_steps[:1]):
         return [other_start(case, firsts[0])]

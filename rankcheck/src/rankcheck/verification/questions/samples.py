@@ -30,6 +30,7 @@ from rankcheck.verification.questions.records import (
     flatten,
     sampler_starts,
 )
+from rankcheck.verification.questions.step_pairs import find_comparable
 
 READ_OWN = ("each rank must read different samples: use a "
             "DistributedSampler, or give each rank its own seed if samples "
@@ -250,6 +251,9 @@ def in_groups(case: Comparison, sets: list[list[set[str]]]) -> list[Finding]:
         text = "all ranks read the same samples"
     elif size > 1:
         text = f"groups of {size} ranks read the same samples"
+    if find_comparable(case):  # then what they compute of them is compared
+        return [ok(f"{text}, together those of the single-process run",
+                   numbers={"group": size}, kind="samples-of-groups")]
     return [warn(text, "check the groups: ranks of a tensor-parallel group "
                  "must read the same samples, other groups different ones",
                  numbers={"group": size},

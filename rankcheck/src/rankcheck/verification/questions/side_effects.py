@@ -18,10 +18,8 @@ from rankcheck.verification.comparison import (
     question,
 )
 from rankcheck.verification.questions.records import Opener, places_of
-from rankcheck.verification.questions.single_process import (
-    StepPair,
-    weight_error,
-)
+from rankcheck.verification.questions.single_process import weight_error
+from rankcheck.verification.questions.step_pairs import StepPair
 
 LIBRARY_FIXES = {  # by the library that writes the file
     "hydra": "set hydra.run.dir=... with the rank in it, or "

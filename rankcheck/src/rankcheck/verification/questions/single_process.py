@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -18,7 +17,7 @@ from rankcheck.engine.findings import (
     percent,
     warn,
 )
-from rankcheck.record.tensors import length, put_together
+from rankcheck.record.tensors import length, put_together, whole_here
 from rankcheck.verification.comparison import (
     GRADIENT,
     LOSS,
@@ -28,13 +27,17 @@ from rankcheck.verification.comparison import (
     are_close,
     flat,
     gradients_of,
-    makes_up,
     off,
     question,
-    samples_of,
 )
 from rankcheck.verification.locate import explain_outputs
+from rankcheck.verification.parts import PartVectors
 from rankcheck.verification.questions.records import StepRecords, flatten
+from rankcheck.verification.questions.step_pairs import (
+    StepPair,
+    find_comparable,
+    pair_steps,
+)
 from rankcheck.verification.questions.vectors import (
     TINY,
     add_up,
@@ -47,6 +50,10 @@ from rankcheck.verification.questions.vectors import (
 COMPARED = frozenset({Proof.SINGLE})
 # Equal to those of one process: then they were reduced, however that is done
 AGREES_PROVES = frozenset({Proof.SINGLE, Proof.REDUCED})
+
+# Those of all hand-sharded parameters, if there are no others: then the ranks
+# that have the same part have the same gradients
+PARTS_PROVE = frozenset({Proof.SINGLE, Proof.REDUCED, Proof.EQUAL})
 
 # Largest relative error that still counts as a comparison if there is an
 # explanation, such as BatchNorm. A larger one gets the same warning, but
@@ -70,20 +77,9 @@ LATER_GRADIENT = 10
 LARGEST_WEIGHT_LIMIT = 0.5
 
 
-@dataclass(frozen=True)
-class StepPair:
-    """A step of the ranks, and the same samples in one process.
-
-    Attributes:
-        step: its number among the steps of the ranks.
-        ranks: what each rank has recorded of it.
-        single_process: its steps: one, or as many as there are ranks
-            where the ranks read as many minibatches.
-    """
-
-    step: int
-    ranks: StepRecords
-    single_process: StepRecords
+# What to look at where hand-sharded parameters differ
+HOW_SHARDED = ("look at how the gradients of hand-sharded parameters are "
+               "reduced, scaled and clipped")
 
 
 @dataclass(frozen=True)
@@ -108,6 +104,19 @@ class MinibatchWeights:
     of_each: Sequence[float]
     finding: Finding | None = None
     own_means: Explanation | None = None
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What is compared with one process.
+
+    Attributes:
+        kind: the first part of a finding's kind.
+        name: in words.
+    """
+
+    kind: str
+    name: str
 
 
 @dataclass(frozen=True)
@@ -141,60 +150,23 @@ Measure: TypeAlias = Callable[
 def verify_single_process(case: Comparison) -> list[Finding]:
     """Answer whether the ranks compute what one process does.
 
-    Where parameters are sharded by hand, the losses are compared, and the
-    gradients of the other parameters.
+    Where parameters are sharded by hand, their parts are compared with what
+    one process has in their places, if they begin with its values.
     """
-    if case.skip_reason and not case.frozen_run:
-        comparable, alike = find_comparable(case), MinibatchWeights((1.0,))
-        return [
-            *compare_errors(case, loss_error, comparable, alike),
-            *compare_errors(case, gradient_error, comparable, alike)]
-    if case.skip_reason and not (case.hand_sharded and makes_up(case)):
-        return []
-    pairs = pair_steps(case)
-    weights = weigh_minibatches(case, pairs[0])
     findings = []
+    if case.skip_reason and not case.frozen_run:
+        pairs = find_comparable(case)
+        weights = MinibatchWeights((1.0,))
+    elif case.skip_reason and not case.parts.make_up:
+        return []
+    else:
+        pairs = pair_steps(case)
+        weights = weigh_minibatches(case, pairs[0])
     if weights.finding:
         findings.append(weights.finding)
-    for measure in (loss_error, gradient_error, weight_error):
+    for measure in MEASURED:
         findings += compare_errors(case, measure, pairs, weights)
     return findings
-
-
-def find_comparable(case: Comparison) -> list[StepPair]:
-    """Return the steps that can be compared though parameters are sharded.
-
-    There are some if they are sharded by hand and their parts make up the
-    tensors of one process: the first ones, as long as the samples are the
-    same. Where the ranks train by themselves in between, as in local SGD, it
-    is the first step alone.
-    """
-    if case.frozen_run or not case.skip_reason or not case.hand_sharded:
-        return []
-    if not makes_up(case):
-        return []
-    pairs = pair_steps(case)
-    if case.averaged:
-        pairs = pairs[:1]
-    return list(itertools.takewhile(has_same_samples, pairs))
-
-
-def pair_steps(case: Comparison) -> list[StepPair]:
-    """Return the steps of the ranks that have samples of one process."""
-    if case.frozen_run:
-        minibatches = [record for record in case.longest_single_steps
-                       if record["optimizer"] == 0][:case.size]
-        return [StepPair(0, case.steps[0], minibatches)]
-    pairs = [StepPair(step, records, [single])
-             for step, (records, single) in enumerate(
-                 zip(case.steps, case.single_steps, strict=False))]
-    return pairs[:case.compared_steps]
-
-
-def has_same_samples(pair: StepPair) -> bool:
-    """Return whether the ranks read samples, and one process's alone."""
-    read = set(samples_of(pair.ranks))
-    return bool(read) and read == set(samples_of(pair.single_process))
 
 
 def compare_errors(case: Comparison, measure: Measure,
@@ -217,11 +189,9 @@ def compare_errors(case: Comparison, measure: Measure,
         amounts.append(error.amount)
     if not amounts:
         return []
-    name = MEASURED[measure]
-    if measure is weight_error:
-        name = "weight updates"
-    elif measure is gradient_error and case.hand_sharded:
-        name = "gradients of parameters that are not hand-sharded"
+    name = MEASURED[measure].name
+    if case.hand_sharded and measure in (gradient_error, weight_error):
+        name += " of the other parameters"
     text = (f"{name} match the single-process run (relative error "
             f"{max(amounts):.0e})")
     if len(amounts) < len(case.steps):
@@ -230,9 +200,19 @@ def compare_errors(case: Comparison, measure: Measure,
     proves = AGREES_PROVES
     if measure is loss_error:
         proves = COMPARED
+    elif measure in (part_gradient_error, part_weight_error):
+        proves = COMPARED
+        if not case.parts.uncompared and not has_other_parameters(case):
+            proves = PARTS_PROVE
     numbers = {"error": max(amounts), "compared": len(amounts)}
     return [ok(text, numbers=numbers, proves=proves,
-               kind=f"{MEASURED[measure]}-match")]
+               kind=f"{MEASURED[measure].kind}-match")]
+
+
+def has_other_parameters(case: Comparison) -> bool:
+    """Return whether a rank has parameters that are not hand-sharded."""
+    return any(record.shapes.keys() - case.hand_sharded
+               for record in case.multi_process_run.all_records)
 
 
 def explain_error(case: Comparison, measure: Measure, error: RelativeError,
@@ -246,7 +226,7 @@ def explain_error(case: Comparison, measure: Measure, error: RelativeError,
         step: the step in which it was found, the first of all.
     """
     text = f"in step {step} {error.text}"
-    kind = f"{MEASURED[measure]}-differ"
+    kind = f"{MEASURED[measure].kind}-differ"
     numbers = {"step": step, "error": error.amount, "limit": error.limit}
     if error.factor:
         numbers["factor"] = error.factor
@@ -290,15 +270,17 @@ def locate(case: Comparison, measure: Measure, step: int,
         general = ("look for a term that is added on every rank, such as a "
                    "bias, or missing: the ranks hold parts of the "
                    "single-process weights, and read its samples")
-    if measure is weight_error and has_small_error(
-            case, gradient_error, pairs[step], of_each):
+    gradients_of_weights = {weight_error: gradient_error,
+                            part_weight_error: part_gradient_error}
+    if measure in gradients_of_weights and has_small_error(
+            case, gradients_of_weights[measure], pairs[step], of_each):
         return explain_weights(case, pairs[:step + 1])
     if step:
         if case.hand_sharded:
-            general = ("look at how the gradients of hand-sharded parameters, "
-                       "which are not compared, are reduced, scaled and "
-                       "clipped")
+            general = HOW_SHARDED
         return explain_later(case, step, pairs, of_each) or general
+    if measure is part_gradient_error:
+        return HOW_SHARDED
     text = explain_outputs(case.outputs)
     if not text:
         return general
@@ -371,9 +353,10 @@ def explain_later(case: Comparison, step: int, pairs: Sequence[StepPair],
     if put_together(previous.ranks, "weights").unequal:
         return (f"this follows from the weights after step {step - 1}, "
                 "which differ between ranks")
-    error = weight_error(case, previous, of_each)
-    if error and not error.is_small:
-        return f"this follows from the weights after step {step - 1}"
+    for measure in (weight_error, part_weight_error):
+        error = measure(case, previous, of_each)
+        if error and not error.is_small:
+            return f"this follows from the weights after step {step - 1}"
     if case.settings:
         return f"optimizer settings differ: {case.settings}"
     names = other_buffers(case, pairs[:step + 1])
@@ -688,10 +671,115 @@ def weight_error(case: Comparison, pair: StepPair, weights: Sequence[float]
         "1 process", multiple_of(moved, expected_way, case.size))
 
 
-# What each error is of: the first part of a finding's kind
-MEASURED: dict[Measure, str] = {
-    loss_error: "losses", gradient_error: "gradients",
-    weight_error: "weights"}
+def part_gradient_error(case: Comparison, pair: StepPair,
+                        weights: Sequence[float]) -> RelativeError | None:
+    """Measure the error of hand-sharded parameters' gradients as one vector.
+
+    It is relative to their length, or to that of the first gradients of one
+    process, as `gradient_error` is. None if no rank has any.
+    """
+    vectors = part_gradients(case, pair.ranks, pair.single_process, weights)
+    if vectors is None or not vectors.actual.any():
+        return None
+    single = [first_step_record(case, pair.ranks)]
+    first = part_gradients(case, pair.ranks, single, (1.0,))
+    scale = max(vectors.expected.norm().item(), TINY)
+    if first is not None:
+        scale = max(scale, first.expected.norm().item())
+    error = vectors.actual - vectors.expected
+    amount = (error.norm() / scale).item()
+    limit = GRADIENT * case.tolerance_factor
+    if pair.step:
+        limit *= LATER_GRADIENT
+    factor = f"{ratio_of(vectors.actual, vectors.expected):.3g}"
+    if factor != "1" and are_parallel(vectors.actual, vectors.expected, limit):
+        text = ("the gradients of hand-sharded parameters are "
+                f"{factor} times those with 1 process")
+    else:
+        text = (f"the gradients of hand-sharded parameters have a relative "
+                f"error of {percent(amount)} against 1 process"
+                f"{first_part(case, vectors, limit)}")
+    return RelativeError(amount, limit, text, multiple_of(
+        vectors.actual, vectors.expected, case.size))
+
+
+def part_gradients(case: Comparison, records: StepRecords,
+                   single: StepRecords, weights: Sequence[float]
+                   ) -> PartVectors | None:
+    """Return the gradients of hand-sharded parameters.
+
+    One of a parameter that was not used is 0.
+
+    Args:
+        records: of each rank, its step.
+        single: the steps of one process.
+        weights: of each of these steps.
+    """
+    def gradients(record: StepRecord) -> dict[str, torch.Tensor]:
+        recorded = record["recorded"]
+        return {name: torch.zeros_like(weight) for name, weight
+                in whole_here(recorded["now"]).items()
+                } | whole_here(recorded["gradients"])
+
+    each = [gradients(record) for record in single]
+    mixed = {name: mix(weights, [one[name] for one in each])
+             for name in each[0]}
+    return case.put_parts_beside(map(gradients, records), mixed)
+
+
+def first_part(case: Comparison, vectors: PartVectors, limit: float) -> str:
+    """Say on which rank a part differs first, and which one does."""
+    sizes = [*vectors.sizes.values()]
+    parts = zip(vectors.sizes, torch.split(vectors.actual, sizes),
+                torch.split(vectors.expected, sizes), strict=True)
+    differing = [(rank, name) for (rank, name), part, expected in parts
+                 if off(part, expected) > limit]
+    if not differing:
+        return ""
+    first_rank, _ = differing[0]
+    names = [name for rank, name in differing if rank == first_rank]
+    return f", first on rank {first_rank} in {case.named(names)}"
+
+
+def part_weight_error(case: Comparison, pair: StepPair,
+                      weights: Sequence[float]) -> RelativeError | None:
+    """Measure by how much of the way hand-sharded parameters are off.
+
+    None where `weight_error` is.
+    """
+    records, single = pair.ranks, pair.single_process[0]
+    if case.frozen_run or not all(
+            "weights" in record for record in (*records, single)) or (
+            single["optimizer"] != records[0]["optimizer"]):
+        return None
+    own = [whole_here(record["recorded"]["weights"]) for record in records]
+    after = whole_here(single["recorded"]["weights"])
+    before = whole_here(
+        first_step_record(case, records)["recorded"]["before"])
+    ends = case.put_parts_beside(own, after)
+    begins = case.put_parts_beside(own, before)
+    if ends is None or begins is None or ends.sizes != begins.sizes:
+        return None
+    moved = ends.actual - begins.expected
+    expected_way = ends.expected - begins.expected
+    amount = off(moved, expected_way)
+    limit = min(LARGEST_WEIGHT_LIMIT, WEIGHT_UPDATE * case.tolerance_factor)
+    return RelativeError(
+        amount, limit, "the weight update of hand-sharded parameters has a "
+        f"relative error of {percent(amount)} against 1 process"
+        f"{first_part(case, ends, limit)}",
+        multiple_of(moved, expected_way, case.size))
+
+
+# What each error is of, in the order in which they are measured
+MEASURED: dict[Measure, Quantity] = {
+    loss_error: Quantity("losses", "losses"),
+    gradient_error: Quantity("gradients", "gradients"),
+    weight_error: Quantity("weights", "weight updates"),
+    part_gradient_error: Quantity(
+        "part-gradients", "gradients of hand-sharded parameters"),
+    part_weight_error: Quantity(
+        "part-weights", "weight updates of hand-sharded parameters")}
 
 
 def first_step_record(case: Comparison, records: StepRecords) -> StepRecord:
