@@ -20,11 +20,14 @@ import ctypes
 import gc
 import hashlib
 import importlib
+import inspect
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -93,6 +96,7 @@ class Modules:
     log: Log
     record: RankRecord  # the log's
     count = 1  # of targets of a backward pass
+    direct_forward: DirectForward | None = None  # the last that was seen
 
     def __init__(self) -> None:
         # of those with parameters of their own, by the name of their class
@@ -106,9 +110,7 @@ class Modules:
         @replace(nn.Module, "__call__")  # hooks get no keyword arguments
         def call(call: Callable[..., Any], module: nn.Module, *args: Any,
                  **kwargs: Any) -> Any:
-            wraps = False
             if isinstance(module, DistributedDataParallel):
-                wraps = True
                 # Lightning's may be in eval(), around a module that is not
                 log.row.wrapped += torch.is_grad_enabled()
                 if not module.require_backward_grad_sync:
@@ -119,10 +121,16 @@ class Modules:
                 return output
             if not self.trains(module):
                 return call(module, *args, **kwargs)
-            self.meet(module)
-            if wraps or is_trainers(module) or hasattr(module, "_orig_mod"):
-                return call(module, *args, **kwargs)  # it hands them on
-            self.on_root(module, (args, kwargs))
+            if hands_on(module):
+                self.meet(module)
+                return call(module, *args, **kwargs)
+            forward = find_direct_forward(module)
+            if forward is None:
+                self.meet(module)
+                self.on_root(module, (args, kwargs))
+            else:
+                self.on_direct_forward(forward)
+                self.meet(module)
             log.inside = True
             states = random_states()
             try:
@@ -271,6 +279,7 @@ class Modules:
         log = self.log
         row: StepRow = log.row
         notes: Notes = log.notes
+        self.direct_forward = None  # it keeps what is computed in it
         log.scale = getattr(targets[0], "visible_scale", 1.0) or 1.0
         if all(target.numel() == 1 for target in targets):
             loss = sum(target.item() for target in targets)
@@ -281,6 +290,18 @@ class Modules:
         row.targets |= notes.targets > 0
         notes.targets = 0
         take_pending(log)
+
+    def on_direct_forward(self, forward: DirectForward) -> None:
+        """Note what a module is given by whom calls its `forward` directly.
+
+        The first module in it that is called tells of it, as do those after.
+        """
+        last = self.direct_forward
+        if last is not None and last.frame is forward.frame:
+            return
+        self.direct_forward = forward
+        self.meet(forward.module)
+        self.on_root(forward.module, forward.arguments())
 
     def find_copies(self) -> None:
         """Record modules like one that trains, with weights that do not.
@@ -305,6 +326,51 @@ class Modules:
         """Whether any parameter of a module is watched."""
         return any(id(weight) in self.log.parameters
                    for weight in module.parameters())
+
+
+@dataclass(frozen=True)
+class DirectForward:
+    """A call of a module's `forward` that did not go by way of `__call__`.
+
+    Attributes:
+        module: whose.
+        frame: the call's.
+    """
+
+    module: nn.Module
+    frame: FrameType
+
+    def arguments(self) -> list[Any]:
+        """Return what it was given, unless it has assigned its arguments anew.
+        """
+        given = inspect.getargvalues(self.frame)
+        names = [*given.args[1:], given.varargs, given.keywords]
+        return [given.locals[name] for name in names if name in given.locals]
+
+
+def find_direct_forward(module: nn.Module) -> DirectForward | None:
+    """Return the outermost direct call of a `forward` that this module is
+    called in, None if there is none.
+
+    It is that of a module which has this one as a part.
+    """
+    found = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_argcount:
+            owner = frame.f_locals.get(code.co_varnames[0])
+            if (isinstance(owner, nn.Module) and not hands_on(owner)
+                    and any(part is module for part in owner.modules())):
+                found = DirectForward(owner, frame)
+        frame = frame.f_back
+    return found
+
+
+def hands_on(module: nn.Module) -> bool:
+    """Whether a module gives what it is given to the one that it wraps."""
+    return (isinstance(module, DistributedDataParallel)
+            or is_trainers(module) or hasattr(module, "_orig_mod"))
 
 
 def find_modules() -> list[nn.Module]:
