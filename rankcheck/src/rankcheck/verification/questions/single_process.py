@@ -256,6 +256,9 @@ def explain_error(case: Comparison, measure: Measure, error: RelativeError,
                     numbers=numbers, proves=shows, kind=kind)
     if weights.own_means:
         fix = f"{weights.own_means.cause}: {weights.own_means.fix}"
+    elif measure is loss_error and case.hand_sharded and error.factor:
+        fix = ("the gradients are as many times as large: check what the loss "
+               "is divided by, such as the number of microbatches")
     else:
         fix = locate(case, measure, step, pairs, weights.of_each)
     return fail(text, fix, numbers=numbers, kind=kind)
@@ -587,16 +590,29 @@ def loss_error(case: Comparison, pair: StepPair, weights: Sequence[float]
     first = sum(case.single_steps[0]["losses"])
     ratio = mean_loss / (expected or TINY)
     factor = None
-    here, each, _ = gradients_of(pair.ranks, pair.single_process)
-    if here is not None:
-        multiple = multiple_of(here, mix(weights, each), case.size)
-        if multiple and abs(ratio / multiple - 1) < 0.15:
-            factor = ratio
+    multiple = gradient_multiple(case, pair, weights)
+    if multiple and abs(ratio / multiple - 1) < 0.15:
+        factor = ratio
     return RelativeError(
         abs(mean_loss - expected) / max(abs(expected), abs(first), TINY),
         LOSS * case.tolerance_factor,
         f"the mean loss is {mean_loss:.6g}, but {expected:.6g} with 1 process",
         factor)
+
+
+def gradient_multiple(case: Comparison, pair: StepPair,
+                      weights: Sequence[float]) -> float | None:
+    """Return how many times as large the ranks' gradients are, if that tells
+    of a factor; see `multiple_of`. Of hand-sharded parameters if there are no
+    others.
+    """
+    own, each, _ = gradients_of(pair.ranks, pair.single_process)
+    if own is not None:
+        return multiple_of(own, mix(weights, each), case.size)
+    parts = part_gradients(case, pair.ranks, pair.single_process, weights)
+    if parts is not None:
+        return multiple_of(parts.actual, parts.expected, case.size)
+    return None
 
 
 def gradient_error(case: Comparison, pair: StepPair,
