@@ -4,6 +4,7 @@ Start it with torchrun, as 2 processes.
 """
 
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ def run_earlier_job(path):
 shared = os.path.abspath("meeting")
 run_earlier_job(shared)
 own = shared + "-of-this-job"
+if rank:
+    time.sleep(2)  # rank 0 comes first, and reads what is in the file
 join(shared)
 for _ in range(40):
     total = torch.ones(1)
