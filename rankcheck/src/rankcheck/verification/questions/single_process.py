@@ -209,6 +209,12 @@ def compare_errors(case: Comparison, measure: Measure,
                kind=f"{MEASURED[measure].kind}-match")]
 
 
+def is_size(factor: float | None, size: int) -> bool:
+    """Return whether a factor between gradients is the number of processes.
+    """
+    return factor is not None and abs(factor / size - 1) < GRADIENT
+
+
 def has_other_parameters(case: Comparison) -> bool:
     """Return whether a rank has parameters that are not hand-sharded."""
     return any(record.shapes.keys() - case.hand_sharded
@@ -259,6 +265,9 @@ def explain_error(case: Comparison, measure: Measure, error: RelativeError,
     elif measure is loss_error and case.hand_sharded and error.factor:
         fix = ("the gradients are as many times as large: check what the loss "
                "is divided by, such as the number of microbatches")
+    elif measure is part_gradient_error and is_size(error.factor, case.size):
+        fix = ("check whether they are divided by the number of processes: "
+               "other gradients are means over the ranks")
     else:
         fix = locate(case, measure, step, pairs, weights.of_each)
     return fail(text, fix, numbers=numbers, kind=kind)
@@ -709,8 +718,9 @@ def part_gradient_error(case: Comparison, pair: StepPair,
         limit *= LATER_GRADIENT
     factor = f"{ratio_of(vectors.actual, vectors.expected):.3g}"
     if factor != "1" and are_parallel(vectors.actual, vectors.expected, limit):
-        text = ("the gradients of hand-sharded parameters are "
-                f"{factor} times those with 1 process")
+        names = {name for _, name in vectors.sizes}
+        text = (f"the gradients of hand-sharded parameters are {factor} times "
+                f"those with 1 process: {case.named(names)}")
     else:
         text = (f"the gradients of hand-sharded parameters have a relative "
                 f"error of {percent(amount)} against 1 process"
