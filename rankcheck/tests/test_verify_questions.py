@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     bf16_compress_hook,
 )
@@ -40,7 +41,7 @@ from rankcheck.record.torch_api import (
     watch_streams,
     watch_targets,
 )
-from rankcheck.record.training import Modules
+from rankcheck.record.training import Modules, hash_each
 from rankcheck.verification import command, questions
 from rankcheck.verification.comparison import Comparison, find_skips
 from rankcheck.verification.questions import (
@@ -976,6 +977,76 @@ def test_a_decorators_wrapper_is_not_what_a_line_calls():
     log.script = __file__
     place, *_ = torch.compiler.disable(log.place)()
     assert place[2] == ""
+
+
+def pass_within(x):
+    """A backward pass of x, and within it one of another scalar."""
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            inner = torch.ones((), requires_grad=True)
+            with torch.enable_grad():
+                (5 * inner).backward()
+            return gradient.expand(2)
+
+    Nested.apply(x).backward()
+
+
+@pytest.mark.parametrize(("run", "losses"), [
+    (lambda x: x.sum().backward(), [3.0]),
+    (lambda x: torch.autograd.backward(x.sum()), [3.0]),
+    (lambda x: torch.autograd.backward(tensors=[x.sum(), x.prod()]), [5.0]),
+    (lambda x: torch.autograd.backward(y for y in (x.sum(), x[0])), [4.0]),
+    (lambda x: x.backward(torch.ones(2)), []),  # of a pipeline's stage
+    (lambda x: torch.autograd.backward(get_gradient_edge(x.sum())), []),
+    (pass_within, [3.0])])
+def test_which_losses_of_backward_passes_are_seen(run, losses, monkeypatch):
+    for owner, name in ((torch.nn.Module, "__call__"),
+                        (torch.autograd, "backward")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    log, _ = recorder()
+    Modules()(log)
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    run(x)
+    assert log.row.losses == losses and x.grad is not None
+
+
+class Stage(torch.nn.Module):
+    """A part of a model, whose forward() may be called directly."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+
+    def forward(self, x, *, scale=None, **others):
+        x = self.first(x)
+        return self.last(x if scale is None else scale * x)
+
+
+@pytest.mark.parametrize("forward", [
+    lambda model, x: model(x, scale=x),
+    lambda model, x: model.forward(x, scale=x),
+    lambda model, x: model.forward(x=x, scale=x, other=None)])
+def test_a_direct_call_of_forward_is_one_of_the_module(forward, monkeypatch):
+    """Its samples are the module's, once for each call."""
+    for owner, name in ((torch.nn.Module, "__call__"),
+                        (torch.autograd, "backward")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    log, _ = recorder()
+    Modules()(log)
+    model, x = Stage(), torch.randn(4, 3)
+    for _ in range(2):
+        forward(model, x)
+    (rows, _), again = log.notes.pending
+    assert len(rows) == 4 and again[0] == rows
+    assert {name.partition(":")[0] for name in log.names.values()} == {"Stage"}
+    assert rows == hash_each([x, x], 0)
+    forward(model, x).sum().backward()
+    assert log.row.counts == [12] and not log.inside
 
 
 def read_rows(use):

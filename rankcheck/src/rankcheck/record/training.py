@@ -28,10 +28,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -51,6 +52,9 @@ from rankcheck.record.rows import (
     take_pending,
 )
 from rankcheck.record.tensors import Hashes, is_low, thin, unwrap
+
+# What torch.autograd.backward computes gradients of
+Target: TypeAlias = torch.Tensor | GradientEdge
 
 NO_OUTPUT = ("/dev/", "/proc/", "/.cache/", "__pycache__", ".lock")
 
@@ -143,9 +147,9 @@ class Modules:
 
         @replace(torch.autograd, "backward")  # Tensor.backward calls it, too
         def backward(backward: Callable[..., None],
-                     tensors: torch.Tensor | Iterable[torch.Tensor],
+                     tensors: Target | Iterable[Target],
                      *args: Any, **kwargs: Any) -> None:
-            if isinstance(tensors, torch.Tensor):
+            if isinstance(tensors, (torch.Tensor, GradientEdge)):
                 tensors = [tensors]
             targets = tuple(tensors)  # a generator can be read once
             # within a backward pass, checkpointing has begun this one
@@ -269,21 +273,22 @@ class Modules:
                 notes.pending.append(hashes)
         self.log.tell("root", module, hashes)
 
-    def on_backward(self, targets: Sequence[torch.Tensor]) -> None:
-        """Note the loss of a backward pass, and of how many targets it is.
+    def on_backward(self, targets: Sequence[Target]) -> None:
+        """Note the loss of a backward pass, and how many samples it is of.
 
         Args:
-            targets: of which the pass computes gradients; of a scalar, or of
-                the sum of several, it is a loss's.
+            targets: what the pass computes gradients of: of a loss if all are
+                scalars, which count as their sum.
         """
         log = self.log
         row: StepRow = log.row
         notes: Notes = log.notes
         self.direct_forward = None  # it keeps what is computed in it
         log.scale = getattr(targets[0], "visible_scale", 1.0) or 1.0
-        if all(target.numel() == 1 for target in targets):
-            loss = sum(target.item() for target in targets)
-            row.losses.append(loss / log.scale)
+        scalars = [target.item() for target in targets
+                   if isinstance(target, torch.Tensor) and target.numel() == 1]
+        if len(scalars) == len(targets):
+            row.losses.append(sum(scalars) / log.scale)
         self.count = notes.targets or sum(
             len(rows) for rows, _ in notes.pending) or 1
         row.counts.append(self.count)
