@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -231,6 +232,40 @@ import torch
     assert report.ok, report
     assert not [pid for pid in proc.list_processes()
                 if seconds in proc.read_text(f"/proc/{pid}/cmdline")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_a_daemon_that_a_script_leaves_behind(script):
+    """It has no parent, a session of its own, and runs no other program."""
+    name = f"daemon-{os.getpid()}"
+    script(edit(RIGHT, ("import torch\n", f"""\
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for stream in 0, 1, 2:
+            os.close(stream)
+        with open("/proc/self/comm", "w") as file:
+            file.write("{name}")
+        time.sleep(300)
+    os._exit(0)
+os.wait()
+import torch
+""")))
+
+    def is_there():
+        return any(proc.read_text(f"/proc/{pid}/comm").strip() == name
+                   for pid in proc.list_processes())
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rankcheck", "verify", "train.py"],
+        stdout=subprocess.PIPE, text=True)
+    seen = False
+    while process.poll() is None:
+        seen |= is_there()
+        time.sleep(0.02)
+    assert seen and process.returncode == 0, process.stdout.read()
+    assert not is_there()
 
 
 class Theirs:

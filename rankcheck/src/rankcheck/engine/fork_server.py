@@ -23,7 +23,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -109,7 +109,8 @@ class Server:
             seconds = 0
 
     def end(self) -> None:
-        """Kill the server and all processes that it forked."""
+        """Kill the server and all processes that it forked, and theirs."""
+        kill_descendants(self.process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -207,6 +208,8 @@ def serve(descriptor: int, preload: Sequence[str]) -> None:
     open_closed_streams()  # the caller may be a daemon, which closes its own
     # Lightning loads it, and it warns where HOME cannot be written
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    # a daemon of a script loses its parent: it has to end with the others
+    proc.adopt_orphans()
     preload_all(preload)
     link = Connection(descriptor)
     jobs: dict[int, int] = {}  # process -> the number of its job
@@ -221,13 +224,33 @@ def serve(descriptor: int, preload: Sequence[str]) -> None:
                     become_rank(folder, path, arguments)
                 jobs[pid] = job
                 link.send(("started", job, pid))
-            for pid in [*jobs]:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    link.send(("ended", jobs.pop(pid),
-                               os.waitstatus_to_exitcode(status)))
+            for pid, status in reap_children():
+                if pid in jobs:
+                    link.send(("ended", jobs.pop(pid), status))
         except (EOFError, OSError):  # the program is gone
+            kill_descendants(os.getpid())
             os.killpg(0, signal.SIGKILL)
+
+
+def reap_children() -> Iterator[tuple[int, int]]:
+    """Yield the number and the exit status of each child that has ended."""
+    with contextlib.suppress(ChildProcessError):  # there is none
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            yield pid, os.waitstatus_to_exitcode(status)
+
+
+def kill_descendants(root: int) -> None:
+    """Kill what a process has started, in its session or not.
+
+    Twice: a process may start another one until it is killed itself.
+    """
+    for _ in range(2):
+        for pid in proc.descendants(root)[1:]:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def preload_all(names: Iterable[str]) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 WORKS = 0.02  # of a core: less is only asking whether something is there
 EXEC = 1.0  # seconds in which an execve ends, also on a busy machine
 ENV_END = 48  # where env_end is in what read_stat returns: 0 until it is known
+SET_CHILD_SUBREAPER = 36  # of prctl(2)
 SPACE = os.path.basename(os.path.realpath("/proc/self/ns/pid"))  # of PIDs
 
 
@@ -122,6 +123,17 @@ def read_cwd(pid: int | str) -> Path | None:
 def list_processes() -> Iterator[int]:
     """Return the PIDs of all processes."""
     return map(int, filter(str.isdigit, list_folder("/proc")))
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants that lose theirs, as on Linux.
+
+    Elsewhere nothing happens.
+    """
+    import ctypes  # not where scripts are watched
+
+    with contextlib.suppress(AttributeError):  # no prctl
+        ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants(root: int) -> list[int]:
