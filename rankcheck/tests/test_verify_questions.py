@@ -1003,6 +1003,10 @@ def pass_within(x):
     (lambda x: torch.autograd.backward(y for y in (x.sum(), x[0])), [4.0]),
     (lambda x: x.backward(torch.ones(2)), []),  # of a pipeline's stage
     (lambda x: torch.autograd.backward(get_gradient_edge(x.sum())), []),
+    (lambda x: torch.autograd.backward(  # of a stage with a loss of its own
+        [x.sum(), 2 * x], [None, torch.ones(2)]), [3.0]),
+    (lambda x: torch.autograd.backward(  # and a sum that it has sent on
+        [x.prod(), x.sum()], grad_tensors=[None, torch.ones(())]), [2.0]),
     (pass_within, [3.0])])
 def test_which_losses_of_backward_passes_are_seen(run, losses, monkeypatch):
     for owner, name in ((torch.nn.Module, "__call__"),

@@ -154,7 +154,8 @@ class Modules:
             targets = tuple(tensors)  # a generator can be read once
             # within a backward pass, checkpointing has begun this one
             if targets and torch._C._current_graph_task_id() == -1:
-                self.on_backward(targets)
+                given = kwargs.get("grad_tensors", args[0] if args else None)
+                self.on_backward(targets, given)
             return backward(targets, *args, **kwargs)
 
     def trains(self, module: nn.Module) -> bool:
@@ -273,22 +274,29 @@ class Modules:
                 notes.pending.append(hashes)
         self.log.tell("root", module, hashes)
 
-    def on_backward(self, targets: Sequence[Target]) -> None:
+    def on_backward(self, targets: Sequence[Target], gradients: Any) -> None:
         """Note the loss of a backward pass, and how many samples it is of.
 
         Args:
-            targets: what the pass computes gradients of: of a loss if all are
-                scalars, which count as their sum.
+            targets: what the pass computes gradients of. A scalar is a loss,
+                several count as their sum.
+            gradients: that it is given for the targets; None if for none. Of
+                several targets, one with a gradient is no loss, but what a
+                pipeline's stage has sent on.
         """
         log = self.log
         row: StepRow = log.row
         notes: Notes = log.notes
         self.direct_forward = None  # it keeps what is computed in it
         log.scale = getattr(targets[0], "visible_scale", 1.0) or 1.0
-        scalars = [target.item() for target in targets
-                   if isinstance(target, torch.Tensor) and target.numel() == 1]
-        if len(scalars) == len(targets):
-            row.losses.append(sum(scalars) / log.scale)
+        if gradients is None or len(targets) == 1:
+            gradients = [None] * len(targets)
+        losses = [target.item() for target, gradient
+                  in zip(targets, gradients, strict=False)
+                  if isinstance(target, torch.Tensor) and target.numel() == 1
+                  and gradient is None]
+        if losses:
+            row.losses.append(sum(losses) / log.scale)
         self.count = notes.targets or sum(
             len(rows) for rows, _ in notes.pending) or 1
         row.counts.append(self.count)

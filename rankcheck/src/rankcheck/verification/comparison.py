@@ -390,8 +390,11 @@ def find_hand_sharded(single_run: RunRecord, multi_run: RunRecord,
         if kinds and all(record["before"] for record in records):
             hand_sharded |= set.intersection(*(
                 put_together(records, kind).unequal for kind in kinds))
+    firsts = [record.steps[0] for record in multi_run.all_records
+              if record.steps]
     return frozenset(hand_sharded | find_moved(
-        single_run.record_of(0), multi_run.all_records, hand_sharded))
+        single_run.record_of(0), multi_run.all_records, hand_sharded,
+        put_together(firsts, "gradients").unequal))
 
 
 def all_shapes(record: RankRecord) -> dict[str, tuple[int, ...]]:

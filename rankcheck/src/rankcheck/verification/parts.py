@@ -134,17 +134,21 @@ def locate_parts(single_process: RankRecord, ranks: Sequence[RankRecord],
 
 
 def find_moved(single_process: RankRecord, ranks: Sequence[RankRecord],
-               hand_sharded: Collection[str]) -> set[str]:
+               hand_sharded: Collection[str], unequal: Collection[str] = (),
+               ) -> set[str]:
     """Return names by which a rank has a parameter that has another one in
     one process, though both begin with the same values.
 
     Of all layers, LayerNorm begins with ones: in a pipeline, stages that call
-    theirs by one name do not share it. The parameters beside it tell.
+    theirs by one name do not share it. The parameters beside it tell. If they
+    do not, as of copies of one layer, it may be shared or not: that the ranks
+    have other gradients is no fault then.
 
     Args:
         single_process: the record of one process.
         ranks: those of the ranks.
         hand_sharded: what is known to be.
+        unequal: names of parameters of which the ranks have other gradients.
     """
     moved: set[str] = set()
     if not hand_sharded:
@@ -154,9 +158,13 @@ def find_moved(single_process: RankRecord, ranks: Sequence[RankRecord],
         for name, part in record.fingerprints.items():
             if name in hand_sharded:
                 continue
-            place = place_by_neighbors(
-                name, find_places(part, single_process.fingerprints), places)
-            if place is not None and place.name != name:
+            candidates = find_places(part, single_process.fingerprints)
+            place = place_by_neighbors(name, candidates, places)
+            if place is None:
+                is_other = name in unequal and len(candidates) > 1
+            else:
+                is_other = place.name != name
+            if is_other:
                 moved.add(name)
     return moved
 
@@ -244,11 +252,14 @@ def place_by_neighbors(name: str, candidates: Sequence[PartLocation],
     candidate = by_name[names.pop()]
     if candidate.slices is None:
         return candidate
-    for _, other in found:  # a bias has the same slices as its weight
-        slices = places[other].slices
-        if slices is not None and len(slices) == len(candidate.slices):
-            return PartLocation(candidate.name, candidate.dim, slices)
-    return None
+    # a bias has the same slices as its weight, if there is one such weight
+    likely = {tuple(slices.tolist()) for _, other in found
+              if (slices := places[other].slices) is not None
+              and len(slices) == len(candidate.slices)}
+    if len(likely) != 1:
+        return None
+    return PartLocation(candidate.name, candidate.dim,
+                        torch.tensor(likely.pop()))
 
 
 def split_name(name: str) -> tuple[str, ...]:

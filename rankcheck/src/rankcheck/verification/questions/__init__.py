@@ -177,13 +177,14 @@ def unseen_of_ranks(case: Comparison) -> list[str]:
 
 def has_compared_parts(case: Comparison) -> bool:
     """Return whether all hand-sharded parameters are compared."""
-    return bool(find_comparable(case) and not case.averaged
-                and not case.parts.uncompared)
+    comparable = find_comparable(case)
+    return bool(comparable and not case.averaged and not
+                single_process.find_uncompared_parts(case, comparable))
 
 
 def unseen_of_parts(case: Comparison) -> list[str]:
     """Say which hand-sharded parameters are not compared."""
-    names = case.parts.uncompared
+    names = single_process.find_uncompared_parts(case, find_comparable(case))
     if not names:
         return []
     return ["whether the gradients and weights of hand-sharded parameters "

@@ -52,8 +52,7 @@ def verify_settings(case: Comparison) -> Iterator[Finding]:
 
     They are those of the first step of its optimizer.
     """
-    ranks = [by_parameter(record)
-             for record in case.multi_process_run.all_records]
+    ranks = [settings_of_rank(case, rank) for rank in range(case.size)]
     for rank, own in enumerate(ranks):
         found = find_other_settings(own, ranks[0], between_ranks=True)
         if found:
@@ -68,8 +67,32 @@ def verify_settings(case: Comparison) -> Iterator[Finding]:
     if not case.single_process_run:
         return
     single = by_parameter(case.single_process_run.record_of(0))
-    for difference, names in find_other_settings(ranks[0], single).items():
+    own = ranks[0]
+    if case.hand_sharded:  # each rank may have parameters of its own
+        for others in ranks[1:]:
+            own = {**others, **own}
+    for difference, names in find_other_settings(own, single).items():
         yield explain_setting(case, difference, names)
+
+
+def settings_of_rank(case: Comparison, rank: int) -> OptimizerSettings:
+    """Return a rank's settings, of hand-sharded parameters by the names of
+    what they are parts of.
+
+    Those of which that is not known are left out: another rank may have
+    another one under this name.
+    """
+    places = {}
+    if case.parts.of_ranks:
+        places = case.parts.of_ranks[rank]
+    record = case.multi_process_run.all_records[rank]
+    settings: OptimizerSettings = {}
+    for name, values in by_parameter(record).items():
+        if name in places:
+            settings[places[name].name] = values
+        elif name not in case.hand_sharded:
+            settings[name] = values
+    return settings
 
 
 def explain_setting(case: Comparison, difference: Difference, names: list[str]

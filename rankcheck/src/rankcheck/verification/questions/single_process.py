@@ -202,7 +202,8 @@ def compare_errors(case: Comparison, measure: Measure,
         proves = COMPARED
     elif measure in (part_gradient_error, part_weight_error):
         proves = COMPARED
-        if not case.parts.uncompared and not has_other_parameters(case):
+        if not find_uncompared_parts(case, pairs) and (
+                not has_other_parameters(case)):
             proves = PARTS_PROVE
     numbers = {"error": max(amounts), "compared": len(amounts)}
     return [ok(text, numbers=numbers, proves=proves,
@@ -213,6 +214,25 @@ def is_size(factor: float | None, size: int) -> bool:
     """Return whether a factor between gradients is the number of processes.
     """
     return factor is not None and abs(factor / size - 1) < GRADIENT
+
+
+def find_uncompared_parts(case: Comparison, pairs: Sequence[StepPair]
+                          ) -> set[str]:
+    """Return the names of hand-sharded parameters that are not compared.
+
+    Also of those that the ranks' optimizers have in other steps than the
+    optimizers of one process.
+    """
+    compared: set[tuple[int, str]] = set()
+    for pair in pairs:
+        vectors = part_gradients(case, pair.ranks, pair.single_process[:1],
+                                 (1.0,))
+        if vectors is not None:
+            compared |= vectors.sizes.keys()
+    located = {(rank, name) for rank, places in enumerate(case.parts.of_ranks)
+               for name in places}
+    return case.parts.uncompared | {
+        name for _, name in located - compared}
 
 
 def has_other_parameters(case: Comparison) -> bool:
@@ -288,10 +308,12 @@ def locate(case: Comparison, measure: Measure, step: int,
             case, gradients_of_weights[measure], pairs[step], of_each):
         return explain_weights(case, pairs[:step + 1])
     if step:
-        if case.hand_sharded:
+        if case.hand_sharded and not all(
+                has_small_error(case, one, pairs[step - 1], of_each)
+                for one in (part_gradient_error, part_weight_error)):
             general = HOW_SHARDED
         return explain_later(case, step, pairs, of_each) or general
-    if measure is part_gradient_error:
+    if measure in (part_gradient_error, part_weight_error):
         return HOW_SHARDED
     text = explain_outputs(case.outputs)
     if not text:
@@ -788,12 +810,13 @@ def part_weight_error(case: Comparison, pair: StepPair,
         return None
     moved = ends.actual - begins.expected
     expected_way = ends.expected - begins.expected
+    way = PartVectors(moved, expected_way, ends.sizes)
     amount = off(moved, expected_way)
     limit = min(LARGEST_WEIGHT_LIMIT, WEIGHT_UPDATE * case.tolerance_factor)
     return RelativeError(
         amount, limit, "the weight update of hand-sharded parameters has a "
         f"relative error of {percent(amount)} against 1 process"
-        f"{first_part(case, ends, limit)}",
+        f"{first_part(case, way, limit)}",
         multiple_of(moved, expected_way, case.size))
 
 

@@ -38,6 +38,8 @@ def find_comparable(case: Comparison) -> list[StepPair]:
     pairs = pair_steps(case)
     if case.averaged:
         pairs = pairs[:1]
+    if not pairs or not samples_of(pairs[0].ranks):
+        return []
     return list(itertools.takewhile(has_same_samples, pairs))
 
 
@@ -54,6 +56,8 @@ def pair_steps(case: Comparison) -> list[StepPair]:
 
 
 def has_same_samples(pair: StepPair) -> bool:
-    """Return whether the ranks read samples, and one process's alone."""
-    read = set(samples_of(pair.ranks))
-    return bool(read) and read == set(samples_of(pair.single_process))
+    """Return whether the ranks read the samples of one process.
+
+    A second optimizer's step may have none, as the first one's had them.
+    """
+    return set(samples_of(pair.ranks)) == set(samples_of(pair.single_process))
