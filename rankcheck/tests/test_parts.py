@@ -95,6 +95,26 @@ def test_stages_of_a_pipeline_are_found_under_other_names():
         f"Model:{i}.0.{name}" for i in range(2) for name in ("weight", "bias")}
 
 
+def test_copies_of_one_layer_may_be_shared_or_not():
+    """Nothing tells: another gradient is no fault then, and no share."""
+    torch.manual_seed(0)
+    layer, head = nn.Linear(4, 4), nn.Linear(4, 2)
+    single = record(tensors_of(layer, layer))
+    single.fingerprints["Model:1.weight"] = single.fingerprints[
+        "Model:0.weight"]
+    single.fingerprints["Model:1.bias"] = single.fingerprints["Model:0.bias"]
+    ranks = [record(tensors_of(layer)), record(tensors_of(layer))]
+    shared = {"Model:0.weight", "Model:0.bias"}
+    elsewhere = {"Model:1.weight", "Model:1.bias"}
+    assert not find_moved(single, ranks, elsewhere)
+    assert find_moved(single, ranks, elsewhere, shared) == shared
+    single.fingerprints["Model:head"] = slice_fingerprints(head.weight)
+    only = {"Model:head": slice_fingerprints(head.weight)}
+    for one in ranks:
+        one.fingerprints |= only
+    assert find_moved(single, ranks, elsewhere, {"Model:head"}) == set()
+
+
 def test_slices_of_a_layer_are_found_with_their_bias_of_zeros():
     """The bias is the same as any other zeros, but belongs to its weight."""
     torch.manual_seed(0)
@@ -135,6 +155,12 @@ def test_what_cannot_be_told_is_not_compared():
     assert other.unknown == {"Model:1.weight", "Model:1.bias"}
     assert not other.make_up
     assert not parts_of(single, single, hand_sharded=[]).make_up
+    # two weights have different slices, and the bias may be of each
+    single = {"a": torch.randn(8, 4), "b": torch.randn(8, 4),
+              "a_bias": torch.zeros(8)}
+    found = parts_of(single, {"a": single["a"][:4], "b": single["b"][::2],
+                              "a_bias": torch.zeros(4)})
+    assert found.make_up and found.ambiguous == {"Model:a_bias"}
     large = torch.randn(200, 100)  # of which a record has some elements
     found = parts_of({"a": large}, {"a": large[:50]})
     assert found.make_up and found.uncompared == {"Model:a"}
