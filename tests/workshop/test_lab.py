@@ -278,6 +278,10 @@ def test_the_journey_to_ddp(page, lab, repo, portal, tmp_path, keep):
     lesson.run_instead("# remove a #", 'apply("ddp", 6)')
     lesson.expect(view).to_contain_text(f"7 of {total}: ")
     page.wait_for_timeout(500)
+    shown = view.element_handle()
+    script.touch()  # shown anew once more, as on a busy machine
+    page.wait_for_function("old => !old.isConnected", arg=shown)
+    page.wait_for_timeout(500)
     lesson.readable("File > Reload Python File from Disk")
     assert page.locator(".ws strong", has_text="Reload Python").count()
     lesson.editor.click(position={"x": 200, "y": 5})
