@@ -265,6 +265,9 @@ import torch
         seen |= is_there()
         time.sleep(0.02)
     assert seen and process.returncode == 0, process.stdout.read()
+    end = time.monotonic() + 60  # it would live for 300
+    while is_there() and time.monotonic() < end:
+        time.sleep(0.1)  # killed, it is there until its parent has asked
     assert not is_there()
 
 
