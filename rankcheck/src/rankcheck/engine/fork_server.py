@@ -110,7 +110,8 @@ class Server:
 
     def end(self) -> None:
         """Kill the server and all processes that it forked, and theirs."""
-        kill_descendants(self.process.pid)
+        if self.process.poll() is None:  # else its number may be another's
+            kill_descendants(self.process.pid)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
