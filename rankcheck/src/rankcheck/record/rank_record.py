@@ -72,8 +72,9 @@ class RankRecord:
         skipped_steps: those before which a GradScaler left one out.
         discarded_steps: those before which gradients were thrown away.
         outputs: of the modules, in the first steps; None if there are none.
-        fingerprints: of the parameters as an optimizer first has them, but of
-            DTensors; see `rankcheck.record.fingerprints`.
+        fingerprints: of the parameters as an optimizer first has them, except
+            DTensors; see `rankcheck.record.fingerprints`. Empty in the runs
+            of another kind than "".
         settings: of the optimizers' groups, of each optimizer.
         outputs_error: why outputs are no longer recorded.
     """

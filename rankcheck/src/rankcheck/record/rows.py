@@ -292,7 +292,7 @@ class Rows:
             if self.record.saved_before_step is None:
                 self.record.saved_before_step = len(self.record.steps)
         weights = self.name_weights(number, optimizer)
-        if not self.made[number]:
+        if not self.made[number] and not self.kind:
             self.record.fingerprints |= {
                 name: slice_fingerprints(weight)
                 for name, weight in weights.items()
