@@ -253,9 +253,11 @@ def place_by_neighbors(name: str, candidates: Sequence[PartLocation],
     if candidate.slices is None:
         return candidate
     # a bias has the same slices as its weight, if there is one such weight
-    likely = {tuple(slices.tolist()) for _, other in found
-              if (slices := places[other].slices) is not None
-              and len(slices) == len(candidate.slices)}
+    likely = set()
+    for _, other in found:
+        slices = places[other].slices
+        if slices is not None and len(slices) == len(candidate.slices):
+            likely.add(tuple(slices.tolist()))
     if len(likely) != 1:
         return None
     return PartLocation(candidate.name, candidate.dim,
