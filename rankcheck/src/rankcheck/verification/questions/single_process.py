@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from rankcheck.engine.findings import (
     warn,
 )
 from rankcheck.record.tensors import length, put_together, whole_here
+from rankcheck.record.tensors import names as names_of
 from rankcheck.verification.comparison import (
     GRADIENT,
     LOSS,
@@ -142,6 +143,8 @@ class RelativeError:
         return self.amount <= self.limit
 
 
+Key = TypeVar("Key")
+
 Measure: TypeAlias = Callable[
     [Comparison, StepPair, Sequence[float]], RelativeError | None]
 
@@ -225,10 +228,12 @@ def find_uncompared_parts(case: Comparison, pairs: Sequence[StepPair]
     """
     compared: set[tuple[int, str]] = set()
     for pair in pairs:
-        vectors = part_gradients(case, pair.ranks, pair.single_process[:1],
-                                 (1.0,))
-        if vectors is not None:
-            compared |= vectors.sizes.keys()
+        whole = names_of(pair.single_process[0]["recorded"]["now"])
+        for rank, (places, record) in enumerate(
+                zip(case.parts.of_ranks, pair.ranks, strict=True)):
+            own = names_of(record["recorded"]["now"])
+            compared |= {(rank, name) for name, place in places.items()
+                         if name in own and place.name in whole}
     located = {(rank, name) for rank, places in enumerate(case.parts.of_ranks)
                for name in places}
     return case.parts.uncompared | {
@@ -619,14 +624,15 @@ def loss_error(case: Comparison, pair: StepPair, weights: Sequence[float]
     if abs(sum(losses) - expected) < limit * abs(expected):
         mean_loss = expected  # each has divided its sum by the whole minibatch
     first = sum(case.single_steps[0]["losses"])
+    amount = abs(mean_loss - expected) / max(abs(expected), abs(first), TINY)
     ratio = mean_loss / (expected or TINY)
     factor = None
-    multiple = gradient_multiple(case, pair, weights)
-    if multiple and abs(ratio / multiple - 1) < 0.15:
-        factor = ratio
+    if not amount <= limit:
+        multiple = gradient_multiple(case, pair, weights)
+        if multiple and abs(ratio / multiple - 1) < 0.15:
+            factor = ratio
     return RelativeError(
-        abs(mean_loss - expected) / max(abs(expected), abs(first), TINY),
-        LOSS * case.tolerance_factor,
+        amount, limit,
         f"the mean loss is {mean_loss:.6g}, but {expected:.6g} with 1 process",
         factor)
 
@@ -659,33 +665,60 @@ def gradient_error(case: Comparison, pair: StepPair,
         return None
     expected = mix(weights, each)
     first = put_together([first_step_record(case, pair.ranks)], "gradients")
-    scale = max(expected.norm().item(), length(first.tensors), TINY)
-    amount = ((gradients - expected).norm() / scale).item()
+    limit = gradient_limit(case, pair)
+    names = find_differing(keys, gradients, expected, limit) or keys
+    return gradient_difference(
+        case, gradients, expected, limit, length(first.tensors),
+        "gradients", where=f", first in {case.named(names)}")
+
+
+def gradient_limit(case: Comparison, pair: StepPair) -> float:
+    """Return the largest relative error of gradients that rounding explains.
+    """
     limit = GRADIENT * case.tolerance_factor
     if pair.step:
         limit *= LATER_GRADIENT
-    factor = f"{ratio_of(gradients, expected):.3g}"
-    if factor != "1" and are_parallel(gradients, expected, limit):
-        text = f"the gradients are {factor} times those with 1 process"
+    return limit
+
+
+def gradient_difference(case: Comparison, actual: torch.Tensor,
+                        expected: torch.Tensor, limit: float,
+                        first_length: float, subject: str, *,
+                        where: str, whose: str = "") -> RelativeError:
+    """Say how far gradients are from those of one process.
+
+    Args:
+        actual: the ranks' gradients, in one vector.
+        expected: those of one process.
+        limit: see `gradient_limit`.
+        first_length: of the first gradients of one process.
+        subject: what they are gradients of, in words.
+        where: they differ first, for the end of the text.
+        whose: gradients have a factor, likewise.
+    """
+    scale = max(expected.norm().item(), first_length, TINY)
+    amount = ((actual - expected).norm() / scale).item()
+    factor = f"{ratio_of(actual, expected):.3g}"
+    if factor != "1" and are_parallel(actual, expected, limit):
+        text = f"the {subject} are {factor} times those with 1 process{whose}"
     else:
-        names = find_differing(keys, gradients, expected, limit) or keys
-        text = (f"the gradients have a relative error of {percent(amount)} "
-                f"against 1 process, first in {case.named(names)}")
+        text = (f"the {subject} have a relative error of {percent(amount)} "
+                f"against 1 process{where}")
     return RelativeError(amount, limit, text,
-                         multiple_of(gradients, expected, case.size))
+                         multiple_of(actual, expected, case.size))
 
 
-def find_differing(keys: Mapping[str, int], gradients: torch.Tensor,
-                   expected: torch.Tensor, limit: float) -> list[str]:
+def find_differing(sizes: Mapping[Key, int], actual: torch.Tensor,
+                   expected: torch.Tensor, limit: float) -> list[Key]:
     """Return the parameters whose parts of two vectors differ.
 
     Args:
-        keys: the parameters, with their number of elements.
+        sizes: the parameters, with their number of elements.
     """
-    sizes = [*keys.values()]
-    parts = zip(keys, torch.split(gradients, sizes),
-                torch.split(expected, sizes), strict=True)
-    return [name for name, part, expected_part in parts
+    counts = [*sizes.values()]
+    parts = zip(sizes, torch.split(actual, counts),
+                torch.split(expected, counts), strict=True)
+    return [key for key, part, expected_part in parts
             if off(part, expected_part) > limit]
 
 
@@ -708,14 +741,33 @@ def weight_error(case: Comparison, pair: StepPair, weights: Sequence[float]
     if ranks.unequal or not keys:
         return None
     begin = flat(first, keys)
-    moved = flat(ranks.tensors, keys) - begin
-    expected_way = flat(expected, keys) - begin
-    amount = off(moved, expected_way)
+    return update_difference(case, flat(ranks.tensors, keys) - begin,
+                             flat(expected, keys) - begin, "weight update")
+
+
+def weight_limit(case: Comparison) -> float:
+    """Return the largest relative error of a weight update that rounding
+    explains.
+    """
+    return min(LARGEST_WEIGHT_LIMIT, WEIGHT_UPDATE * case.tolerance_factor)
+
+
+def update_difference(case: Comparison, moved: torch.Tensor,
+                      expected: torch.Tensor, subject: str, where: str = ""
+                      ) -> RelativeError:
+    """Say how far a weight update is from that of one process.
+
+    Args:
+        moved: by how much the ranks' weights have moved, in one vector.
+        expected: those of one process.
+        subject: whose update it is, in words.
+        where: they differ first, for the end of the text.
+    """
+    amount = off(moved, expected)
     return RelativeError(
-        amount, min(LARGEST_WEIGHT_LIMIT,
-                    WEIGHT_UPDATE * case.tolerance_factor),
-        f"the weight update has a relative error of {percent(amount)} against "
-        "1 process", multiple_of(moved, expected_way, case.size))
+        amount, weight_limit(case),
+        f"the {subject} has a relative error of {percent(amount)} against "
+        f"1 process{where}", multiple_of(moved, expected, case.size))
 
 
 def part_gradient_error(case: Comparison, pair: StepPair,
@@ -730,25 +782,16 @@ def part_gradient_error(case: Comparison, pair: StepPair,
         return None
     single = [first_step_record(case, pair.ranks)]
     first = part_gradients(case, pair.ranks, single, (1.0,))
-    scale = max(vectors.expected.norm().item(), TINY)
+    first_length = 0.0
     if first is not None:
-        scale = max(scale, first.expected.norm().item())
-    error = vectors.actual - vectors.expected
-    amount = (error.norm() / scale).item()
-    limit = GRADIENT * case.tolerance_factor
-    if pair.step:
-        limit *= LATER_GRADIENT
-    factor = f"{ratio_of(vectors.actual, vectors.expected):.3g}"
-    if factor != "1" and are_parallel(vectors.actual, vectors.expected, limit):
-        names = {name for _, name in vectors.sizes}
-        text = (f"the gradients of hand-sharded parameters are {factor} times "
-                f"those with 1 process: {case.named(names)}")
-    else:
-        text = (f"the gradients of hand-sharded parameters have a relative "
-                f"error of {percent(amount)} against 1 process"
-                f"{first_part(case, vectors, limit)}")
-    return RelativeError(amount, limit, text, multiple_of(
-        vectors.actual, vectors.expected, case.size))
+        first_length = first.expected.norm().item()
+    limit = gradient_limit(case, pair)
+    names = {name for _, name in vectors.sizes}
+    return gradient_difference(
+        case, vectors.actual, vectors.expected, limit, first_length,
+        "gradients of hand-sharded parameters",
+        where=first_part(case, vectors, limit),
+        whose=f": {case.named(names)}")
 
 
 def part_gradients(case: Comparison, records: StepRecords,
@@ -777,11 +820,8 @@ def part_gradients(case: Comparison, records: StepRecords,
 
 def first_part(case: Comparison, vectors: PartVectors, limit: float) -> str:
     """Say on which rank a part differs first, and which one does."""
-    sizes = [*vectors.sizes.values()]
-    parts = zip(vectors.sizes, torch.split(vectors.actual, sizes),
-                torch.split(vectors.expected, sizes), strict=True)
-    differing = [(rank, name) for (rank, name), part, expected in parts
-                 if off(part, expected) > limit]
+    differing = find_differing(vectors.sizes, vectors.actual,
+                               vectors.expected, limit)
     if not differing:
         return ""
     first_rank, _ = differing[0]
@@ -808,16 +848,12 @@ def part_weight_error(case: Comparison, pair: StepPair,
     begins = case.put_parts_beside(own, before)
     if ends is None or begins is None or ends.sizes != begins.sizes:
         return None
-    moved = ends.actual - begins.expected
-    expected_way = ends.expected - begins.expected
-    way = PartVectors(moved, expected_way, ends.sizes)
-    amount = off(moved, expected_way)
-    limit = min(LARGEST_WEIGHT_LIMIT, WEIGHT_UPDATE * case.tolerance_factor)
-    return RelativeError(
-        amount, limit, "the weight update of hand-sharded parameters has a "
-        f"relative error of {percent(amount)} against 1 process"
-        f"{first_part(case, way, limit)}",
-        multiple_of(moved, expected_way, case.size))
+    way = PartVectors(ends.actual - begins.expected,
+                      ends.expected - begins.expected, ends.sizes)
+    return update_difference(
+        case, way.actual, way.expected,
+        "weight update of hand-sharded parameters",
+        first_part(case, way, weight_limit(case)))
 
 
 # What each error is of, in the order in which they are measured
