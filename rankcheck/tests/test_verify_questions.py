@@ -979,6 +979,17 @@ def test_a_decorators_wrapper_is_not_what_a_line_calls():
     assert place[2] == ""
 
 
+@pytest.fixture
+def watched(monkeypatch):
+    """A process's `Log`, with the probe that sees its modules."""
+    for owner, name in ((torch.nn.Module, "__call__"),
+                        (torch.autograd, "backward")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    log, _ = recorder()
+    Modules()(log)
+    return log
+
+
 def pass_within(x):
     """A backward pass of x, and within it one of another scalar."""
     class Nested(torch.autograd.Function):
@@ -1008,15 +1019,10 @@ def pass_within(x):
     (lambda x: torch.autograd.backward(  # and a sum that it has sent on
         [x.prod(), x.sum()], grad_tensors=[None, torch.ones(())]), [2.0]),
     (pass_within, [3.0])])
-def test_which_losses_of_backward_passes_are_seen(run, losses, monkeypatch):
-    for owner, name in ((torch.nn.Module, "__call__"),
-                        (torch.autograd, "backward")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-    log, _ = recorder()
-    Modules()(log)
+def test_which_losses_of_backward_passes_are_seen(run, losses, watched):
     x = torch.tensor([1.0, 2.0], requires_grad=True)
     run(x)
-    assert log.row.losses == losses and x.grad is not None
+    assert watched.row.losses == losses and x.grad is not None
 
 
 class Stage(torch.nn.Module):
@@ -1035,22 +1041,18 @@ class Stage(torch.nn.Module):
     lambda model, x: model(x, scale=x),
     lambda model, x: model.forward(x, scale=x),
     lambda model, x: model.forward(x=x, scale=x, other=None)])
-def test_a_direct_call_of_forward_is_one_of_the_module(forward, monkeypatch):
+def test_a_direct_call_of_forward_is_one_of_the_module(forward, watched):
     """Its samples are the module's, once for each call."""
-    for owner, name in ((torch.nn.Module, "__call__"),
-                        (torch.autograd, "backward")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-    log, _ = recorder()
-    Modules()(log)
     model, x = Stage(), torch.randn(4, 3)
     for _ in range(2):
         forward(model, x)
-    (rows, _), again = log.notes.pending
+    (rows, _), again = watched.notes.pending
     assert len(rows) == 4 and again[0] == rows
-    assert {name.partition(":")[0] for name in log.names.values()} == {"Stage"}
+    assert {name.partition(":")[0]
+            for name in watched.names.values()} == {"Stage"}
     assert rows == hash_each([x, x], 0)
     forward(model, x).sum().backward()
-    assert log.row.counts == [12] and not log.inside
+    assert watched.row.counts == [12] and not watched.inside
 
 
 def read_rows(use):
